@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what type checkers see; `as` says that it is exported
+if TYPE_CHECKING:  # for type checkers; `as` marks a name as exported
     from quantkit.api import list_recipes as list_recipes
     from quantkit.api import load_recipe as load_recipe
     from quantkit.api import plan as plan

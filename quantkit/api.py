@@ -70,7 +70,7 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
 
     Args:
         recipe: a shipped name, a file, or a Recipe whose fields are overridden.
-        overrides: recipe fields to replace, by dotted path.
+        overrides: recipe fields to replace, keyed by dotted path.
     Raises:
         RecipeError: the recipe is not valid; the message gives file, field, value and the valid values.
     """
@@ -81,7 +81,7 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
 
 
 def list_recipes() -> dict[str, str]:
-    """Return the descriptions of the shipped recipes by name."""
+    """Return the descriptions of the shipped recipes, keyed by recipe name."""
     return {name: load(name).description for name in shipped()}
 
 
@@ -99,8 +99,8 @@ def verify(
     Args:
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = the model that the checkpoint was made from.
-        gates: gates, e.g. `["recovery>=98.9", "kl<=0.02"]`; None = the gates of its recipe.
-        options: measurements to make, see `quantkit.evaluate.verify.run.VerifyOptions`; None = a short run of all.
+        gates: gates, e.g. `["recovery>=98.9", "kl<=0.02"]`; None = the gates of the checkpoint's recipe.
+        options: measurements to make, see `quantkit.evaluate.verify.run.VerifyOptions`; None = short versions of all.
         output: directory for report.json, report.html, junit.xml and the model card; None = write no files.
         progress: callback for lines of progress.
     Raises:
@@ -142,7 +142,7 @@ def search(
         num_bytes: target: maximum bytes of the whole checkpoint.
         kl: target: maximum mean KL to the original.
         recovery: target: minimum per cent of the original's task scores.
-        overrides: recipe fields to replace, by dotted path.
+        overrides: recipe fields to replace, keyed by dotted path.
         progress: callback for lines of progress.
         how: further fields of `quantkit.bit_search.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:

@@ -24,8 +24,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_LONGEST_NAME = 200  # comparing takes the product of two lengths
-_LONGEST_LINE = 240  # beyond it, explanations follow what happened
+_LONGEST_NAME = 200  # the time of a comparison grows with the product of both lengths
+_LONGEST_LINE = 240  # in a longer line, explanations follow the first sentence
 
 
 class QuantkitError(Exception):

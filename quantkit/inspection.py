@@ -1,6 +1,6 @@
 """Describe a checkpoint from its headers, without reading weights; even the largest model takes about a second.
 
-The values are not checked.
+It does not check whether the stored values are valid.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_
 _SHAPE = "weight_shape"
 _EXPERT = re.compile(r"\bexperts\b")
 
-# Order of the rows; the linears of a layer are 1.
+# Order of the rows by kind of module; the linears of a layer have rank 1.
 _RANKS = {"embedding": 0, "norms": 2, "head": 3}
 
 
@@ -50,11 +50,11 @@ class _Module:
     num_bytes: int
     num_quantized: int = 0  # weights that are codes
     quantized_bytes: int = 0  # of codes, scales and zero points
-    linear: StoredLinear | None = None  # as engines see it
+    linear: StoredLinear | None = None  # what the rules of engines use
 
 
 def inspect(path: str | Path) -> CheckpointSummary:
-    """Summarize number types and sizes by kind of module, with the errors that quantkit recorded when it wrote them.
+    """Summarize number types and sizes by kind of module, with the errors that quantkit recorded during compression.
 
     Args:
         path: directory of a quantized or unquantized checkpoint, or a GGUF file.

@@ -86,7 +86,7 @@ def byte_size(num_bytes: float | None) -> str:
     if num_bytes < 1024:
         return f"{num_bytes:.0f} byte{'' if num_bytes == 1 else 's'}"
     power = 1
-    # 1023.96 would be printed as 1024.0, which is one of the next unit.
+    # 1023.96 would be printed as 1024.0, so it takes the next unit.
     while round(num_bytes / 1024**power, 1) >= 1024 and power < len(_BINARY_UNITS):
         power += 1
     return f"{num_bytes / 1024**power:.1f} {_BINARY_UNITS[power - 1]}"

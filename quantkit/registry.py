@@ -1,4 +1,4 @@
-"""Look up the modules of a package by file name; a module is registered by its file and imported on first use.
+"""Look up the modules of a package by file name. Every module file is a member; it is imported on first use.
 
 There are no entry points, decorators or import side effects. The module also looks up versions of installed packages.
 """
@@ -28,7 +28,7 @@ class Registry:
     noun: str
 
     def names(self) -> list[str]:
-        """Return the sorted names of all members without importing them: not `base`, private modules and folders."""
+        """Return the sorted names of all members (not `base`, private modules or folders) without importing them."""
         return list(_members(tuple(importlib.import_module(self.package).__path__)))
 
     def find(self, name: str) -> str:
@@ -48,7 +48,7 @@ class Registry:
         return getattr(module, self.attribute)
 
     def all(self) -> dict[str, Any]:
-        """Import all members and return them by name."""
+        """Import all members and return them keyed by name."""
         return {name: self.load(name) for name in self.names()}
 
 

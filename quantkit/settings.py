@@ -11,7 +11,7 @@ def setting(default: Any, text: str, **option: Any) -> Any:
     """Define a field with its description. If `flag` is given, commands that create the class get an option for it.
 
     Args:
-        default: default value. The option of a tuple is repeatable.
+        default: default value. If it is a tuple, the option is repeatable.
         text: description, as `--help` prints it.
         option: properties of the option: `flag` (`--seed`, `-o --output FILE`, `--bos/--no-bos`); `choices`; the
             inclusive bounds `minimum` and `maximum` and the exclusive bounds `above` and `below`; `kind`, the type of a

@@ -84,8 +84,8 @@ def sentence(file: Path) -> str:
 
 
 def outcome(counts: Mapping[str, int]) -> str:
-    """The verdicts of a task as a clause: "149 pass, 4 pass only in quantkit and 3 are refused by quantkit"."""
-    verbs = ("pass", "pass only in quantkit", "are refused by quantkit", "give wrong results", "crash")
+    """The verdicts of a task as a clause: "149 pass, 4 work only in quantkit and 3 are refused by quantkit"."""
+    verbs = ("pass", "work only in quantkit", "are refused by quantkit", "give wrong results", "crash")
     clauses = [f"{counts[name]} {verb}" for name, verb in zip(BUILT, verbs, strict=True) if counts[name]]
     return " and ".join(filter(None, (", ".join(clauses[:-1]), clauses[-1])))
 

@@ -86,7 +86,7 @@ def _shortest(work: Callable[[], object], device: torch.device, repeats: int) ->
     """Return the seconds of the fastest of several runs after one warm-up."""
     seconds = []
     for _ in range(repeats + 1):
-        # Both ends of the interval wait, because a launch on a GPU returns before its work is done.
+        # Wait before and after the work, because a launch on a GPU returns before its work is done.
         wait_for(device)
         start = time.perf_counter()
         work()
@@ -102,7 +102,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:
-    """Return the typical decode step of a run; None if no step only decoded."""
+    """Return the typical decode step of a run; None for the length sweep, or if no step only decoded."""
     step = typical_step(run)
     # The sweep mixes lengths, so none of its steps is typical.
     if step is None or run.workload.name == SWEEP_NAME:
@@ -192,7 +192,7 @@ def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
     return [
         DecodeStep(batch=len(contexts), context=sum(contexts), seconds=after - before)
         for (before, after), contexts in sorted(contexts_by_span.items())
-        # A prompt under way: between its arrival and its first token, which may come in this very step.
+        # No prompt was under way, that is between its arrival and its first token, which may come in this very step.
         if not any(arrived < after and before < first for arrived, first in starts)
     ]
 
@@ -201,7 +201,7 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
     """Return the median step of the largest batch size with at least a tenth of the steps; None without steps."""
     steps = decode_steps(run)
     counts = Counter(step.batch for step in steps)
-    # The beginning and the end of a run have smaller batches, and a rare larger one is a median of few.
+    # The beginning and the end of a run have smaller batches; a rare larger batch would give a median of few steps.
     often = [batch for batch, count in counts.items() if 10 * count >= len(steps)]
     if not often:
         return None
@@ -214,7 +214,7 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
 
 
 def fit_itl(result: BenchmarkResult) -> PolynomialFit | None:
-    """Fit ITL = a + b context (seconds, tokens) over all steps of a single sequence; None with too few."""
+    """Fit ITL = a + b context (seconds, tokens) over all steps of a single sequence; None if there are too few."""
     steps = [step for run in result.runs for step in decode_steps(run) if step.batch == 1]
     return fit_polynomial([(step.context, step.seconds) for step in steps])
 

@@ -1,8 +1,9 @@
 """Comparison of two models by alternating rounds A B B A A B B A ..., so that drift (clocks, load, heat) affects both
 alike.
 
-A ratio divides medians. Its noise is the spread of the medians of one model's own rounds. A difference counts only if
-every round shows it and it exceeds the noise.
+A ratio divides the two models' medians over all rounds. Its noise is half the spread between the rounds of a single
+model, relative to their median; the larger of the two models' values counts. A difference counts only if every round
+shows it and it exceeds the noise.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ def measure_rounds(
     """
     workloads = options.workloads()
     rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
-    # Workloads take turns where they are compared: the same requests, continuously and in static batches.
+    # Workloads with the same requests, continuous and in static batches, take turns, because they are compared.
     twins: dict[str, list[Workload]] = {}
     for workload in workloads:
         twins.setdefault(request_key(workload), []).append(workload)

@@ -43,7 +43,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
 
 
 class _Sentences(string.Formatter):
-    """Formats numbers for readers: `{seconds:duration}`."""
+    """Formatter whose format specs name units: `{value:duration}` prints a number of seconds, such as `31.0 ms`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         unit = _UNITS.get(format_spec)
@@ -72,7 +72,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
     findings = [] if baseline is None else list(_compared(result, baseline))
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
     if runs:
-        # Arrivals by chance have no concurrency; they stand for the request alone only where there is nothing else.
+        # A run with random arrivals has no concurrency; it serves as the one without load only if there is no other.
         alone = min(runs, key=lambda run: run.workload.concurrency or 1_000_000)
         decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
         prefill = next((r for r in result.roofline if r.phase == "prefill"), None)
@@ -103,7 +103,7 @@ def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> Iterator[Fi
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
-    """Return the ratio of the floors of both models; None if either is unknown."""
+    """Return a clause with the ratio of the floors of both models; empty if either floor is unknown."""
     run = result.find_run(ratio.workload)
     phase, batch = ("prefill", 1) if ratio.metric == "TTFT" else ("decode", run and run.workload.concurrency)
     floors = [
@@ -145,7 +145,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
     weights, note, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
     if record.in_caches and record.mbu <= 1:
         note = "; part of so few bytes may come from the processor's caches, which are faster"
-    # First: where a step takes far longer than its floor, neither ceiling explains it.
+    # Checked first: if a step takes far longer than its floor, neither ceiling explains it.
     if reached < _BOUND:
         name = "decode, overhead"
     elif record.bound_by == "compute":
@@ -196,7 +196,7 @@ def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tupl
 
 
 def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]:
-    """Report the rows above which products take longer than reading the weights, as stored and in 16 bits."""
+    """Report the rows above which products take longer than reading weights: unquantized, and in at most 4 bits."""
     if cost.product == "int8" or not cost.parameters:
         return
     speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
@@ -246,7 +246,7 @@ def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[Bench
     gain = ideal / slower
     (slowest, fastest), (slow, fast) = _spread(runs, large.batch), _spread(runs, small.batch)
     least, most = gain * slowest / fast, gain * fastest / slow
-    # No verdict where the spread of the steps includes both answers.
+    # No verdict if the spread of the steps includes both answers.
     unknown = least <= _PAYS * ideal < most
     name = "batching, unknown" if unknown else "batching, pays" if gain > _PAYS * ideal else "batching, little"
     yield _finding(name, small=small, large=large, least=least, most=most, gain=gain, slower=slower)
@@ -255,7 +255,7 @@ def _batching(small: RooflineRecord, large: RooflineRecord, runs: Sequence[Bench
 def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
     """Return the quartiles of the step rates at this batch size, relative to the median step's rate."""
     seconds = [step.seconds for run in runs for step in decode_steps(run) if step.batch == batch]
-    # Quartiles of fewer steps are single steps.
+    # With fewer steps, a quartile would be a single step.
     if len(seconds) < 4:
         return 1.0, 1.0
     low, middle, high = (percentile(seconds, at) for at in (25, 50, 75))
@@ -263,7 +263,7 @@ def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
 
 
 def _busy(run: BenchmarkRun) -> Iterator[Finding]:
-    """Report varying gaps in requests that had the engine to themselves, which other processes cause."""
+    """Report gaps that vary although the request had the engine to itself; other processes cause this."""
     gaps = run.inter_token_s
     if run.workload.concurrency != 1 or len(gaps) < 20:
         return
@@ -276,7 +276,7 @@ def _busy(run: BenchmarkRun) -> Iterator[Finding]:
 def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
     """Report that the tail of ITL lies far above its median."""
     gaps = run.inter_token_s
-    # Below, the 99th percentile lies between the two largest gaps: a single stall decides.
+    # With fewer, the 99th percentile lies between the two largest gaps: a single stall would decide.
     if len(gaps) < 100:
         return
     middle, tail = percentile(gaps, 50), percentile(gaps, 99)

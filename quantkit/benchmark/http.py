@@ -18,7 +18,7 @@ from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.server.client import Remote
 
 COMMON_TOKENS = 1000
-"""Vocabulary size that every model has at least. Prompts are drawn from so many tokens if no checkpoint gives
+"""Vocabulary size that every model has at least. Prompts are drawn from this many tokens if no checkpoint gives
 the size.
 """
 

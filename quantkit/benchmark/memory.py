@@ -26,7 +26,7 @@ from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.rope import RopeTable
 from quantkit.runtime.types import SamplingParams
 
-# What a walk does not enter: modules, classes and functions lead to everything, a rotary table is no weight.
+# Types that a walk does not enter: modules, classes and functions lead to everything; a rotary table is no weight.
 _CLOSED = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float, type(None)),
     *(torch.dtype, torch.device, RopeTable),
@@ -128,7 +128,7 @@ def _total(parts: Iterable[int | None]) -> int | None:
 
 
 def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
-    """Return further memory held by the process or its allocator, which cannot be predicted."""
+    """Return memory that cannot be predicted: on a CPU, of the whole process; on CUDA, kept by the allocator."""
     held = process_bytes(device)
     if device.type == "cpu":
         note = "resident now; this includes Python and libraries, and pool pages only after they are written"
@@ -175,7 +175,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
             if isinstance(given, Tensor):
-                self._follow(given, counted=False)  # what was there before, and what views of it share
+                self._follow(given, counted=False)  # tensors from before, whose storage views may share
         result = func(*args, **(kwargs or {}))
         for made in tree_iter(result):
             if isinstance(made, Tensor):

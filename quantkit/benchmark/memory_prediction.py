@@ -1,6 +1,7 @@
 """Prediction of a model's memory before loading, from config.json and shard headers.
 
-The model is built as by the loader, but from headers only. The kernels give the bytes of each layout for a few rows.
+The model is built as the loader builds it, but from headers only. The kernels lay out a few rows of each linear, and
+larger sizes are extrapolated.
 For weights and cache, predicted and observed bytes are equal; activations are an estimate.
 Shapes: N outputs, K inputs, G scales per row, T tokens of a step, L tokens of context.
 """
@@ -32,7 +33,7 @@ from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, 
 from quantkit.runtime.model.model import config_layouts
 from quantkit.runtime.model.weights import Weights
 
-_ROWS = 128  # multiples of it are laid out alike, so the bytes of more are those of a few times so many
+_ROWS = 128  # every further block of this many rows takes the same number of bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +67,12 @@ class Prediction:
         """
         config, size, hidden = self.config, self.dtype.itemsize, self.config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # The stream and what is pending, of this layer and of the one before; then the fused projection and what
-        # attention makes of it, or the two halves of the MLP and their product.
+        # The residual stream and the pending output, of this layer and of the previous one; then the fused projection
+        # and the results of attention, or the two halves of the MLP and their product.
         attention = 4 * hidden + 2 * queries + 2 * keys
         if config.family.recurrent is not None:
-            # What is projected; then channels in float32, convolved, and queries, keys, values and outputs out of them.
+            # The projections; then, in float32, the channels, the convolved channels, and what is computed from them:
+            # queries, keys, values and outputs.
             shape = config.family.recurrent.shape(config.entries)
             numbers = shape.channels + shape.values
             attention = max(attention, 4 * hidden + numbers + 3 * numbers * 4 // size)
@@ -105,7 +107,7 @@ def predict(
     """
     target = torch.device(device)
     on_cpu = target.type == "cpu" and cpu.library() is not None
-    _laid_out_bytes.cache_clear()  # which kernels there are may have changed
+    _laid_out_bytes.cache_clear()  # the available kernels may have changed
     try:
         reader = CheckpointReader(Path(path))
         config, format_, scheme = read_headers(reader)
@@ -159,7 +161,7 @@ class _HeaderWeights(Weights):
     _sizes: dict[str, tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        Weights.__post_init__(self)  # `super` does not know a class with slots
+        Weights.__post_init__(self)  # `super()` fails in a dataclass with slots
         self._sizes, _ = manifest_of(self.config)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -171,8 +173,8 @@ class _HeaderWeights(Weights):
         self, names: Sequence[str], orders: Mapping[str, Tensor] | None = None, read_share: float = 1.0
     ) -> Linear:
         kinds = [(self._scheme(name), self.stored(f"{name}.weight")) for name in names]
-        bias = any(f"{name}.bias" in self.reader for name in names)  # zero where only others have one
-        # Linears are fused only where they are stored alike, as the loader does.
+        bias = any(f"{name}.bias" in self.reader for name in names)  # if only some have one, the others get zeros
+        # As in the loader, linears are fused only if they are stored alike.
         for group in [names] if len(set(kinds)) == 1 else [[name] for name in names]:
             rows, width = sum(self._sizes[name][0] for name in group), self._sizes[group[0]][1]
             scheme, stored = kinds[names.index(group[0])]
@@ -248,7 +250,7 @@ def _laid_out_bytes(
     weight, groups = scheme.weight, scheme.weight.num_groups(width)
     tensor = QuantizedTensor(
         codes=torch.zeros(rows, width, dtype=weight.dtype.storage),
-        # Microscaling types have bytes, which are numbers once they are decoded.
+        # Microscaling types store scales as bytes; decoded, they are float32 numbers.
         scale=torch.ones(rows, groups, dtype=stored if stored.itemsize > 1 else torch.float32),
         zero_point=None if weight.symmetric else torch.zeros(rows, groups, dtype=torch.int8),
         scheme=weight,

@@ -1,4 +1,4 @@
-"""Gain of a KV cache: the same text generated with it, and by recomputing the whole context for every token.
+"""Gain of a KV cache: the same text is generated with it, and by recomputing the whole context for every token.
 
 Recomputing uses the same engine, kernels and chunks: each token is a separate request whose prompt is all text before
 it. So the cache is the only difference. Prefix caching must be off.

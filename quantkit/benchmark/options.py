@@ -11,7 +11,7 @@ from quantkit.settings import setting
 if TYPE_CHECKING:
     from quantkit.results import Workload
 
-ROUNDS_AGAINST = 4  # of a comparison in turns
+ROUNDS_AGAINST = 4  # default with --against
 
 
 def _goodput_limit(metric: str, flag: str) -> Any:
@@ -21,7 +21,7 @@ def _goodput_limit(metric: str, flag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkOptions:
-    """Settings of a measurement; a comment beside each explains it. `static` also measures static batches.
+    """Settings of a measurement. The text of each field describes it; `static` also measures static batches.
 
     Raises:
         RequestError: a number is out of range, or there is nothing to measure.
@@ -78,8 +78,8 @@ class BenchmarkOptions:
         return max([*self.concurrencies, *(32 for _ in self.rates)])
 
     def workloads(self) -> list[Workload]:
-        """All runs; the length sweep is last."""
-        from quantkit.benchmark.workload import STATIC, closed_loop, length_sweep, poisson  # not for --help
+        """Return all runs; the length sweep is last."""
+        from quantkit.benchmark.workload import STATIC, closed_loop, length_sweep, poisson  # late: --help stays fast
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
         requests: dict[str, Any] = {**sizes, "num_requests": self.num_requests}

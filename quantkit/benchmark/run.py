@@ -76,7 +76,7 @@ def load_target(
         RequestError: the prompts are too long; also see `LLM`.
     """
     path, prediction = check_target(model, options, engine)
-    # Static batches send the same prompts again, which a prefix cache does not compute a second time.
+    # Static batches repeat the prompts of the closed loop, which a prefix cache would not compute a second time.
     llm = LLM(path, **{"max_sequences": options.max_sequences, "prefix_cache": False, **(engine or {})})
     check_capacity(options.workloads(), llm.engine.capacity, f"the memory for one sequence of {_name(model)}")
     cache = llm.engine.runner.cache
@@ -110,7 +110,7 @@ def measure_targets(
         ceilings: limits of the machine, measured just before.
         progress: called with a description of the current work.
     """
-    # Models of different vocabularies get the same requests out of what both know.
+    # Prompts contain only tokens that all models know, so models with different vocabularies get the same requests.
     runs = measure_rounds(
         options,
         [target.name for target in targets],
@@ -144,7 +144,7 @@ def measure_served(
     """
     name = _name(path)
     progress(f"loading {name} into vLLM")
-    # The same prompts come again in every round, which a prefix cache would not compute a second time.
+    # Static batches repeat the prompts of the closed loop, which a prefix cache would not compute a second time.
     with VllmLLM(path, options={"enable_prefix_caching": False, **vllm}, **(settings or {})) as llm:
         check_capacity(options.workloads(), llm.capacity, f"the context of {name}")
         avoid = () if llm.tokenizer is None else tuple(llm.tokenizer.all_special_ids)
@@ -178,7 +178,7 @@ def _finish(
     return BenchmarkResult(
         model=target.name,
         runs=runs,
-        # After the timed runs, since following every tensor slows the steps down.
+        # Measured after the timed runs, because tracking every tensor slows the steps down.
         memory=memory_records(target.llm, target.prediction, options),
         roofline=tuple(records.values()),
         kv_cache=target.llm.kv_type,

@@ -3,7 +3,7 @@
 It counts every weight that a step reads, once; the cached keys and values that it reads; and the new keys and values
 that it writes. It does not count activations, which stay in the processor's caches at these sizes, or the embedding
 rows of the tokens.
-Shapes: B sequences, T new tokens of all of them, L tokens of context of each.
+Shapes: B sequences, T new tokens of all sequences together, L tokens of context per sequence.
 """
 
 from collections import Counter
@@ -61,7 +61,7 @@ class Cost:
         return sum(layer.token_bytes(form) for layer, form in self.layers)
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the bytes of a decode step of B sequences with L tokens each."""
+        """Return the bytes that a decode step of B sequences with L tokens each moves: weights and cache."""
         return self.weight_bytes(batch) + round(batch * (self.kv_bytes(context) + self.kv_token_bytes))
 
     def decode_flops(self, batch: int, context: int) -> int:
@@ -71,13 +71,13 @@ class Cost:
         return batch * round(2 * (self.parameters + self.head_parameters) + attention)
 
     def prefill_bytes(self, prompt: int, budget: int) -> int:
-        """Return the bytes of computing a prompt in chunks of `budget` tokens; each chunk reads all weights."""
+        """Return the bytes that the prefill of a prompt moves; each chunk of `budget` tokens reads all weights."""
         starts = range(0, prompt, budget)
         weights = sum(self.weight_bytes(min(budget, prompt - start)) for start in starts)
         return weights + round(sum(self.kv_bytes(start) for start in starts) + prompt * self.kv_token_bytes)
 
     def prefill_flops(self, prompt: int) -> int:
-        """Return the operations of computing a prompt, with the logits of its last token."""
+        """Return the operations of the prefill of a prompt, including the logits of its last token."""
         attention = sum(layer.prefill_flops(prompt) for layer, _ in self.layers)
         return round(2 * prompt * self.parameters + 2 * self.head_parameters + attention)
 

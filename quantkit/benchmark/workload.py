@@ -19,7 +19,7 @@ from quantkit.errors import RequestError
 from quantkit.results import SWEEP_NAME, BenchmarkRun, RequestTiming, Workload
 from quantkit.runtime.types import SamplingParams, StepOutput
 
-STATIC = "static-"  # what names of workloads in static batches begin with
+STATIC = "static-"  # prefix of the names of workloads in static batches
 _SWEEP_PARTS = 6
 _SWEEP_TOKENS = 9
 
@@ -136,7 +136,7 @@ def _lengths(workload: Workload, number: int, chance: random.Random, spread: flo
     """Return the prompt and answer tokens of a request; numbers below 0 are warm-up."""
     if workload.name == SWEEP_NAME:
         step = max(0, number) % (2 * _SWEEP_PARTS)
-        # Up and down again: otherwise a drift of the machine passes for a slope.
+        # Up and down again: otherwise a drift of the machine would look like a slope.
         part = step + 1 if step < _SWEEP_PARTS else 2 * _SWEEP_PARTS - step  # 1 .. 6, 6 .. 1
         return max(1, workload.prompt_tokens * part // _SWEEP_PARTS), workload.new_tokens
     sizes = workload.prompt_tokens, workload.new_tokens
@@ -181,7 +181,7 @@ class Driver:
         self.clock, self.sleep = clock, sleep
         self.finished: list[RequestTiming] = []
         self._engine = engine
-        self._under_way: dict[int, tuple[float, list[float]]] = {}  # arrival and tokens by number, seconds
+        self._under_way: dict[int, tuple[float, list[float]]] = {}  # arrival and times of tokens, keyed by request
 
     @property
     def num_under_way(self) -> int:
@@ -197,7 +197,7 @@ class Driver:
             arrived_s: time at which it was due; None = now.
         """
         now = self.clock()
-        # The clock is read before, so that the engine's own admission counts for the request.
+        # The clock is read first, so that the time in which the engine admits the request counts.
         number = self._engine.add(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
         self._under_way[number] = (now if arrived_s is None else arrived_s), []
 
@@ -207,7 +207,7 @@ class Driver:
         now = self.clock()
         for output in outputs:
             if output.request_id not in self._under_way:
-                continue  # somebody else's
+                continue  # not sent by this driver
             arrived_s, token_s = self._under_way[output.request_id]
             token_s.extend([now] * len(output.token_ids))
             done = output.completion
@@ -252,7 +252,7 @@ def run_load(
         _arrive(driver, requests, load.due_s)
     else:
         _in_a_loop(driver, requests, load.workload.concurrency or 1, load.workload.name.startswith(STATIC))
-    # By number, because requests do not end in the order in which they were sent, and rounds are split by position.
+    # Sorted by number: requests do not end in the order in which they were sent, and rounds are split by position.
     timings = sorted(driver.finished, key=lambda timing: timing.request_id)
     return BenchmarkRun(workload=load.workload, requests=tuple(timings))
 
@@ -275,7 +275,7 @@ def _arrive(driver: Driver, requests: Requests, due_s: Sequence[float]) -> None:
     waiting = deque(start + due for due in due_s)
     while waiting or driver.num_under_way:
         while waiting and waiting[0] <= driver.clock():
-            # From when it was due: counted from when it was sent, a slow engine hides the queue that it makes.
+            # Latency counts from the due time: counted from sending, it would hide the queue of a slow engine.
             driver.send(*requests.popleft(), arrived_s=waiting.popleft())
         if driver.num_under_way:
             driver.step()

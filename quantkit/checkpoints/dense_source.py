@@ -73,7 +73,7 @@ class _Source:
     transposed: tuple[str, ...]
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Return all tensors of the dense model by name."""
+        """Return all tensors of the dense model, keyed by name."""
         reader, weights = self.reader, self.format.stored_weights(self.reader.names)
         if not weights and self.scheme.default is not None:
             raise CheckpointError(

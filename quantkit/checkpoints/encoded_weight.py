@@ -24,8 +24,8 @@ class EncodedInfo(TensorInfo):
 
     Args:
         where: file and name, for messages.
-        parts: stored tensors (codes, scales, ...) by local name; for a stack of matrices (E, ...), stacks too.
-        scheme: scheme of the linear; None = it has values, but no codes that kernels or formats can take.
+        parts: stored tensors (codes, scales, ...), keyed by local name; for a stack of matrices, each is (E, ...).
+        scheme: scheme of the linear; None = only values can be read, no codes for kernels or formats.
         decoder: decodes the parts of one matrix.
         transposed: the values are (K, N).
     """
@@ -84,7 +84,7 @@ class EncodedInfo(TensorInfo):
             scales = "a code" if bool(torch.isfinite(weight.scale.float()).all()) else "a scale"
             raise CheckpointError(
                 f"{self.where}: dequantizes to {bad} NaN or infinite values: {scales} is not finite or too large; "
-                "download it again"
+                "download the file again"
             )
         return values.T.contiguous() if self.transposed else values
 
@@ -93,5 +93,5 @@ class EncodedInfo(TensorInfo):
             weight = self.decoder({name: read(part) for name, part in self.parts.items()}, scheme)
             shape = self.shape[::-1] if self.transposed else self.shape
             if weight.shape != shape:
-                raise CheckpointError(f"decodes to shape {weight.shape}, expected {shape}; download it again")
+                raise CheckpointError(f"decodes to shape {weight.shape}, expected {shape}; download the file again")
             return weight

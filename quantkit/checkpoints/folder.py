@@ -1,6 +1,6 @@
 """Find a model by path or Hugging Face hub id, and list the files of its folder; reads no tensor data.
 
-A GGUF file takes the place of a folder: `gguf` presents its metadata and tensors as those of one.
+A GGUF file can replace a folder: `gguf_checkpoint` presents its metadata and tensors as those of a folder.
 """
 
 import atexit
@@ -40,7 +40,7 @@ _METADATA = (
     *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
     *("license*", "licence*", "notice*", "use_policy*"),
 )
-# Weights, code and pickles stay behind, whatever they are called.
+# Weights, code and pickles are never copied, even if their names match _METADATA.
 _NEVER_CARRIED = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx"),
     *("*.pkl", "*.pickle", "*.py", "*.pyc", "*.npy", "*.npz", "*.tmp", CONFIG_NAME),
@@ -51,7 +51,8 @@ def check_folder(path: Path) -> Path:
     """Return the path of a model's directory, or of a GGUF file, after checking it.
 
     Raises:
-        ModelError: no such path, another file, or the directory has links to outside files; see `symlinks`.
+        ModelError: the path does not exist or is another kind of file, or the directory links to outside files; see
+            `symlinks`.
     """
     check_path(path, ModelError)
     if path.is_dir():
@@ -66,7 +67,7 @@ def check_folder(path: Path) -> Path:
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
-    """Return the contents of config.json, or what a GGUF file says of them.
+    """Return the contents of config.json; for a GGUF file, build them from its metadata.
 
     Raises:
         ModelError: the file is missing, unreadable, or not a JSON object.
@@ -89,7 +90,9 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check that names in a config.json, which are looked up in tables, are texts; also those under text_config.
+    """Return a config.json after checking that names in it, which are looked up in tables, are texts.
+
+    Also check the names under text_config.
 
     Raises:
         ModelError: a name is something else.
@@ -117,7 +120,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
     Args:
         folder: folder of the model.
     Returns:
-        tensors: all tensors by name.
+        tensors: all tensors, keyed by name.
         files: files that hold them, sorted by name.
         index: path of the index; None = a single file holds everything.
     Raises:
@@ -145,7 +148,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with a checkpoint's tensors; with an index, also listed files that are missing."""
+    """Return the files with a checkpoint's tensors; with an index, all files that it lists, even missing ones."""
     index = folder / INDEX_NAME
     if is_gguf(folder):
         return list(gguf_model(folder).files)
@@ -170,9 +173,9 @@ def metadata_files(folder: Path) -> list[Path]:
 
 
 def text_folder(path: Path) -> Path:
-    """Return the folder with the config.json and the tokenizer of a model: its own, or that made for a GGUF file.
+    """Return the folder with the config.json and the tokenizer of a model: its own folder, or one made for a GGUF file.
 
-    The files of a GGUF file's model are written once, to a temporary folder that goes when this process ends.
+    quantkit writes the files for a GGUF file once, to a temporary folder that is deleted when this process ends.
 
     Raises:
         ModelError, CheckpointError: the GGUF file is damaged, or its tokenizer is not supported.
@@ -184,7 +187,7 @@ def text_folder(path: Path) -> Path:
 def _made_folder(path: Path, _time: int) -> Path:
     texts, made_by = gguf_model(path).text_files(), os.getpid()
     parent = tempfile.mkdtemp(prefix="quantkit-")
-    # A forked child leaves it to the process that made it.
+    # A forked child must not delete the folder of its parent.
     atexit.register(lambda: shutil.rmtree(parent, ignore_errors=True) if os.getpid() == made_by else None)
     folder = Path(parent) / path.name
     folder.mkdir()
@@ -195,7 +198,7 @@ def _made_folder(path: Path, _time: int) -> Path:
 
 def gguf_model(path: Path) -> "GGUFModel":
     """Read the headers of a GGUF file; see `GGUFModel`."""
-    # It needs torch and the gguf package, which planning and reading a folder do without.
+    # Imported here, because it needs torch and the gguf package; planning and reading a folder do not.
     from quantkit.checkpoints.gguf_checkpoint import open_gguf
 
     return open_gguf(path)
@@ -273,7 +276,7 @@ _DOWNLOADED = (
     *("*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.tiktoken", "chat_template*"),
     *("LICENSE*", "NOTICE*", "README*"),
 )
-# Folders hold exports in other layouts; "consolidated" files repeat the same weights.
+# Not downloaded. Subfolders hold exports in other layouts; "consolidated" files repeat the same weights.
 _LEFT_THERE = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.py", "*.pkl", "*.gguf", "*.onnx")
 
 
@@ -290,7 +293,7 @@ def resolve(model: str | Path | None) -> Path:
     Returns:
         The directory itself, or the snapshot in the hub's cache.
     Raises:
-        ModelError: the path does not exist or is a file, or the id cannot be downloaded; says what to do.
+        ModelError: the path does not exist or is a file, or the id cannot be downloaded; the message says what to do.
     """
     if model is None:
         return DEMO_MODEL
@@ -306,7 +309,7 @@ def download(model: str, file: str | None = None) -> Path:
         model: hub id.
         file: the file to download; None = all files that a model needs.
     Raises:
-        ModelError: the download failed; says what to do.
+        ModelError: the download failed; the message says what to do.
     """
     try:
         # Imported late: a local directory must not depend on the hub's library.

@@ -1,8 +1,9 @@
 """Present a GGUF file as the checkpoint folder that it was made from: config.json, tensors and tokenizer files.
 
-Tensors have the names, row order and shapes of Hugging Face's. Blocks that are codes of equal steps are one tensor of
-bytes per linear, such as `weight_q4_k` (N, bytes of a row), which `formats.gguf` decodes; others are dequantized to the
-model's dtype when they are read, and so is the embedding. Nothing is read but headers, metadata and rotary factors.
+Tensors have the names, row order and shapes of Hugging Face's. A linear of a Q, K or MXFP4 type (not IQ or TQ) is one
+tensor of bytes, such as `weight_q4_k` (N, bytes of a row), which `formats.gguf` decodes. Other quantized tensors, and a
+quantized embedding, are dequantized to the model's dtype when they are read. Opening the file reads only headers,
+metadata and rotary factors.
 """
 
 import functools
@@ -52,7 +53,7 @@ class _Stored:
         return f"{self.file}: {self.name}"
 
     def rows(self) -> TensorInfo:
-        """Describe the tensor by rows of bytes, or of elements if it is not quantized."""
+        """Describe the tensor as rows of bytes, or as rows of elements if it is not quantized."""
         info, dtype = self.info, PLAIN.get(self.info.block, torch.uint8)
         shape = info.shape
         if info.is_quantized:
@@ -63,10 +64,10 @@ class _Stored:
 
 
 class GGUFModel:
-    """A model in one GGUF file, or in several that were split.
+    """A model in one GGUF file, or in several parts of a split file.
 
     Args:
-        path: the file, or the first of several.
+        path: the file, or the first part.
     Raises:
         CheckpointError: a file is damaged or missing, or tensors are missing, unknown, or of wrong shapes.
         ModelError: the architecture or the tokenizer is not supported.
@@ -107,15 +108,15 @@ class GGUFModel:
         return f"linears of GGUF types {', '.join(others)} are decoded to {self.config['dtype']}" if others else ""
 
     def tensors(self, *, codes: bool) -> dict[str, TensorInfo]:
-        """Return all tensors by name.
+        """Return all tensors, keyed by name.
 
         Args:
-            codes: whether linears are given as the bytes of their blocks, where these are codes; else as values.
+            codes: whether linears whose type has codes are given as the bytes of their blocks; False = as values.
         """
         return dict(self._tensor(name, *source, codes=codes) for name, source in self._sources.items())
 
     def text_files(self) -> dict[str, dict[str, Any]]:
-        """Return the contents of config.json, of a dense model, and of the tokenizer's files."""
+        """Return the contents of the tokenizer's files and of config.json without quantization, keyed by file name."""
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         return {"config.json": config, **self._texts()}
 
@@ -144,7 +145,7 @@ class GGUFModel:
         return torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() if data else []
 
     def _find_sources(self) -> Iterator[tuple[str, tuple[_Stored, int | None]]]:
-        """Yield the stored tensor, and the number of the expert in it, of each tensor of the model."""
+        """Yield the name of each tensor of the model, with the stored tensor and the number of the expert in it."""
         model, left = self._model, dict(self._stored)
         outer = {name: module for module, name in outer_names(model.family).items()}
         inner = {name: module for module, name in layer_names(model).items()}
@@ -172,7 +173,7 @@ class GGUFModel:
                 yield f"{prefix}{full}.{local}", (stored, None)
 
     def _check_shapes(self) -> None:
-        """Check that there are all tensors of the model and no others, in the right shapes."""
+        """Check that the file has all tensors of the model and no others, in the right shapes."""
         model, vectors = self._model, dict(outer_tensors(self._model))
         matrices = dict.fromkeys((model.family.embedding, model.family.head), (model.vocab_size, model.hidden_size))
         for index in range(model.num_layers):
@@ -187,11 +188,11 @@ class GGUFModel:
             if stored.name.endswith(_KEYS):
                 shape = self._latent_shape(stored)
             if stored.info.is_quantized and len(shape) < 2:
-                raise CheckpointError(f"{stored.where} is {stored.info.block.name}, which no vector can be; {_DAMAGED}")
+                raise CheckpointError(f"{stored.where} is a quantized vector ({stored.info.block.name}); {_DAMAGED}")
             required = expected.pop(name, None) or optional.get(name)
             # The gate of a shared expert, a matrix with one row, is stored as a vector.
             if shape != required and (required is None or (1, *shape) != required):
-                of = "none" if required is None else f"{required}"
+                of = "no such tensor" if required is None else f"{required}"
                 raise CheckpointError(f"{stored.where} has shape {shape}, but the metadata needs {of}; {_DAMAGED}")
         if model.tied:
             expected.pop(f"{model.family.head}.weight", None)
@@ -219,7 +220,7 @@ class GGUFModel:
         return stored.info.block.name in SCHEMES and name.endswith(".weight") and name != self._embedding
 
     def _tensor(self, name: str, stored: _Stored, expert: int | None, *, codes: bool) -> tuple[str, TensorInfo]:
-        """Describe one tensor; returns its name and description."""
+        """Return the name and the description of one tensor."""
         model, block, rows = self._model, stored.info.block, stored.rows()
         shape = stored.info.shape
         if expert is not None:
@@ -265,7 +266,7 @@ class GGUFModel:
     def _blocks(
         self, stored: _Stored, rows: TensorInfo, shape: tuple[int, ...], block: Block | None, **facts: Any
     ) -> BlocksInfo:
-        # Types with minimums keep no codes: formats store zero points as whole numbers.
+        # Codes of types with minimums cannot be kept: formats store zero points as whole numbers.
         scheme = SCHEMES.get(block.name) if block is not None else None
         scheme = scheme if scheme is not None and scheme.weight.symmetric else None
         dtype = torch.uint8 if block is None else getattr(torch, self.config["dtype"])
@@ -288,7 +289,7 @@ class GGUFModel:
 
 
 def open_gguf(path: Path) -> GGUFModel:
-    """Read the headers of a model; the latest are kept as long as their files do not change.
+    """Read the headers of a model; the last two models are cached until their files change.
 
     Raises:
         CheckpointError, ModelError: see `GGUFModel`.
@@ -307,7 +308,7 @@ def _opened(path: Path, _stamps: tuple[tuple[int, int], ...]) -> GGUFModel:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the files that a file was split into, by its name."""
+    """Return all parts of a split file, from the name of its first part; else the file itself."""
     match = _SPLIT.fullmatch(path.name)
     if match is None or int(match[2]) != 1:
         return [path]
@@ -315,7 +316,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _open(path: Path) -> list[GGUFFile]:
-    """Read the headers of a file and of those that it was split into."""
+    """Read the headers of a file, or of all parts of a split file."""
     first = read_gguf(path)
     count, number = (first.metadata.get(f"split.{key}", default) for key, default in (("count", 1), ("no", 0)))
     if count == 1 and number == 0:

@@ -1,6 +1,6 @@
 """The config.json of the model in a GGUF file, from the file's metadata and the names of its tensors.
 
-A family's `GGUFNames` say which entry is which; the writer uses the same table.
+A family's `GGUFNames` map the metadata's keys to those of config.json; the writer uses the same table.
 Source: llama.cpp `src/models/*.cpp`, `convert_hf_to_gguf.py`.
 """
 
@@ -17,7 +17,7 @@ from quantkit.models.gguf_names import llama3_divisors
 from quantkit.models.rope import read_rope
 from quantkit.safety.untrusted import shorten
 
-# Tokens that end a turn, which llama.cpp knows by their texts.
+# Tokens that end a turn; llama.cpp recognises them by their texts.
 _ENDS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -29,18 +29,19 @@ _ENDS = (
     "<|eom_id|>",
 )
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# Numbers of layers of models whose attention scale is not the head width's, as in llama.cpp.
+# As in llama.cpp, keyed by architecture: the number of layers of the model whose attention scale is not that of the
+# head width but of hidden width / heads.
 _WIDE = {"gemma2": 46, "gemma3": 62}
 _SIGMOID = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the tensors of a file tell.
+    """Shapes of the tensors of a file, and a reader of short ones.
 
     Args:
         where: path of the file, for messages.
-        shapes: shape of each tensor by name.
+        shapes: shape of each tensor, keyed by name.
         vector: reads a short tensor; None if there is none.
     """
 
@@ -57,7 +58,7 @@ class _Metadata:
 
     def get(self, key: str) -> Any:
         value = self._entries.get(f"{self._name}.{key}")
-        if isinstance(value, list) and value:  # by layer
+        if isinstance(value, list) and value:  # one value per layer
             if any(item != value[0] for item in value):
                 raise ModelError(f"{self._where}: {self._name}.{key} differs by layer, which is not supported")
             value = value[0]
@@ -74,7 +75,7 @@ class _Metadata:
 
 
 def build_config(metadata: Mapping[str, Any], lookup: Lookup) -> tuple[Family, dict[str, Any]]:
-    """Return the family of the model, and the contents of its config.json but the dtype.
+    """Return the family of the model, and the contents of its config.json without the dtype.
 
     Raises:
         ModelError: the architecture, or one of its settings, is not supported.
@@ -128,7 +129,7 @@ def _find_family(name: Any, entries: _Metadata, where: str) -> tuple[Family, str
 
 
 def _latent(entries: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of latent attention; newer files give those of a head under names of their own."""
+    """Return the entries for latent attention; newer files store the sizes of a head under keys that end in `_mla`."""
     key = entries.get("attention.key_length_mla") or entries.count("attention.key_length")
     value = entries.get("attention.value_length_mla") or entries.count("attention.value_length")
     rotated = entries.count("rope.dimension_count")
@@ -155,7 +156,7 @@ def _rotary(entries: _Metadata, config: Mapping[str, Any], family: Family, looku
     kind, factor = entries.get("rope.scaling.type"), entries.get("rope.scaling.factor")
     original = entries.get("rope.scaling.original_context_length") or length
     divisors = lookup.vector("rope_freqs.weight")
-    # Files of Phi-3 have a tensor for each context length; older ones repeat it in each layer.
+    # Files of Phi-3 have a tensor for long contexts and one for short contexts; older files repeat them in each layer.
     long, short = (lookup.vector(f"rope_factors_{kind}.weight") for kind in ("long", "short"))
     if long is not None and short is not None:
         scale = entries.get("rope.scaling.attn_factor")
@@ -178,7 +179,7 @@ def _rotary(entries: _Metadata, config: Mapping[str, Any], family: Family, looku
 
 
 def _divided(divisors: list[float], theta: float, where: str) -> dict[str, Any]:
-    """Return the scaling of Llama 3.1 and later whose divisors these are."""
+    """Return the scaling of Llama 3.1 and later that has these divisors."""
     for original in (8192, 4096, 16384):
         factor = max(divisors, default=0.0)
         scaling = {**_LLAMA3, "factor": factor, "original_max_position_embeddings": original}

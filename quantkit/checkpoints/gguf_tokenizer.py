@@ -61,17 +61,20 @@ PRE_TOKENIZERS: dict[str, Steps] = {
         _BYTES,
     ),
 }
-"""Steps by llama.cpp's name of the pre-tokenizer: (kind, pattern or flag); of equal ones the first is written."""
+"""Steps (kind, pattern or flag), keyed by llama.cpp's name of the pre-tokenizer.
 
-# llama.cpp takes a word that is a token as it is, and begins a text with BOS, unless the file says otherwise.
+If several names have equal steps, a GGUF file that quantkit writes gets the first name.
+"""
+
+# With these, llama.cpp does not split a word that is a token, and begins a text with BOS unless the file forbids it.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str, num_rows: int) -> dict[str, dict[str, Any]]:
-    """Convert the tokenizer to the contents of Hugging Face's files by name; empty if there is none.
+    """Convert the tokenizer to the contents of Hugging Face's files, keyed by file name; empty if there is none.
 
     Args:
-        metadata: of the GGUF file.
+        metadata: metadata of the GGUF file.
         where: path of the file, for messages.
         num_rows: rows of the embedding.
     Raises:
@@ -117,7 +120,7 @@ def token_id(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
     """Return the id of a special token, e.g. `eos`; None if the file has none.
 
     Raises:
-        CheckpointError: it is no id of a token.
+        CheckpointError: the entry is not the id of a token.
     """
     number, tokens = metadata.get(f"tokenizer.ggml.{key}_token_id"), metadata.get("tokenizer.ggml.tokens")
     if number is None or not isinstance(tokens, list) or number == (1 << 32) - 1:  # -1 in a field without sign
@@ -132,7 +135,9 @@ def token_id(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
 def _texts(entries: Mapping[str, Any], key: str, where: str) -> list[str]:
     value = entries.get(key)
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
-        raise CheckpointError(f"{where}: tokenizer.{key} is {shorten(value)}, not a list of texts; download it again")
+        raise CheckpointError(
+            f"{where}: tokenizer.{key} is {shorten(value)}, not a list of texts; download the file again"
+        )
     return value
 
 

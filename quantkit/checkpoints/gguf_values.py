@@ -1,4 +1,4 @@
-"""A tensor of a GGUF file that is read as the values, order of rows and shape that the model has.
+"""Tensors of a GGUF file, read with the values, the order of rows and the shape that the model has.
 
 llama.cpp reorders rows of queries and keys, and adds one to the norms of some models; this module undoes both.
 """
@@ -45,7 +45,7 @@ class BlocksInfo(EncodedInfo):
         return next(iter(self.parts.values()))
 
     def order(self, rows: Tensor) -> Tensor:
-        """Return the numbers that rows have in the file."""
+        """Convert row numbers in the model to row numbers in the file."""
         if not self.heads:
             return rows
         size = self.stored.shape[0] // self.heads
@@ -88,7 +88,7 @@ class BlocksInfo(EncodedInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentInfo(EncodedInfo):
-    """Description of `kv_b_proj` of latent attention, which newer files split.
+    """Description of `kv_b_proj` of latent attention, which newer files split into keys and values.
 
     Args:
         key: (heads, rank, channels of a key), transposed in the file.

@@ -32,7 +32,7 @@ _MAX_DIMS = 64
 _MAX_NAME = 1024  # characters; Python refuses to parse numbers of thousands of digits in a name
 _DAMAGED = "the file is damaged; download or copy it again"
 
-# In the order in which the safetensors library writes them: wide types first, so that every tensor is aligned.
+# Kinds in the order in which the safetensors library writes them: wide types first, so every tensor is aligned.
 # Other kinds (4 and 6 bits) pack several elements into a byte; quantkit can list but not read them.
 _TORCH_NAMES = (
     {"U64": "uint64", "I64": "int64", "F64": "float64"}
@@ -78,7 +78,7 @@ class TensorInfo:
         return dtype
 
     def rows(self, start: int, stop: int) -> TensorInfo:
-        """Return the description of rows [start, stop) of the first dimension; there may be fewer."""
+        """Return the description of rows [start, stop) of the first dimension; `stop` may be past the last row."""
         stop, num_bytes = min(stop, self.shape[0]), self.num_bytes // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         return replace(self, shape=shape, offset=self.offset + start * num_bytes, num_bytes=(stop - start) * num_bytes)
@@ -116,7 +116,7 @@ def checked_dtypes(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo
     """Return `tensors` after checking that torch supports all their dtypes.
 
     Raises:
-        CheckpointError: a dtype is not supported; names the tensor and the supported dtypes.
+        CheckpointError: a dtype is not supported; the message names the tensor and the supported dtypes.
     """
     import torch
 
@@ -135,7 +135,7 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) ->
     """Encode the header of a new safetensors file.
 
     Args:
-        tensors: dtype and shape by name.
+        tensors: dtype and shape, keyed by name.
     Returns:
         header: bytes of the header, with the length field.
         order: names in the order in which the tensors must be written.

@@ -29,9 +29,9 @@ VERSION = 1
 
 _STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
 _FIXED = {"tensor": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR), "attn_head": KVScheme(key=FP8_HEAD, value=FP8_HEAD)}
-# Of tensors that belong to a cache and to no weight, whatever the tool; matched against the end of a name.
+# Names that tools give to tensors of a KV cache, not of a weight; matched against the end of a name.
 CACHE_TENSORS = r"\.(kv|[qkv])_scale|\.[qkv]_proj\.output_scale|\.(q|k|v|prob)_zero_point"
-# Where tools put the scale of keys; that of values has a v for the k. The last is one scale for both.
+# Names that tools use for the scale of keys; names for values have v instead of k. `kv_scale` is for both.
 _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "qkv_proj.{}_scale", "kv_scale")
 
 
@@ -85,7 +85,7 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
     Raises:
         SchemeError: the scheme is not supported; the message gives it.
     """
-    # Our own entry goes first: where both are there, the standard section says less of layers that differ.
+    # quantkit's own entry goes first: if both are there, only this one describes layers that differ.
     entry = config.get(CONFIG_KEY)
     if entry is not None:
         return _own(entry, num_layers)
@@ -157,5 +157,5 @@ def _checked(name: str, stored: Tensor, num_heads: int) -> Scales:
             f"{name} is {values[0]:.4g}, but a scale of the KV cache must be positive; "
             "download the checkpoint again, or choose another KV type with --kv-cache"
         )
-    # Three dimensions are one scale per head, also where there is but one head.
+    # Three dimensions mean one scale per head, even if there is only one head.
     return values[0] if stored.dim() <= 1 and len(values) == 1 else tuple(values)

@@ -134,10 +134,10 @@ class ModelReader(CheckpointReader):
         """Convert tensors to the layout and the names of the files.
 
         Args:
-            tensors: tensors by the names of this view. The parts of one stored tensor are joined only if all of them
-                are in `tensors`. Otherwise, for example because some are stored as codes, they stay separate.
+            tensors: tensors, keyed by their names in this view. The parts of one stored tensor are joined only if all
+                of them are in `tensors`. Otherwise, for example because some are stored as codes, they stay separate.
         Returns:
-            Tensors by the names to write.
+            Tensors, keyed by the names to write.
         """
         restored = dict(tensors)
         whole = self._whole_parts(tensors)
@@ -145,7 +145,7 @@ class ModelReader(CheckpointReader):
             if whole_name.removesuffix("_bias") not in whole:
                 continue  # biases go with their weights
             if any(f"{name}_scale" in tensors for name in names):
-                continue  # codes under the names of weights; loaders look for these expert by expert
+                continue  # these are codes under the names of weights; loaders look for them expert by expert
             info = self._stored[whole_name]
             value = torch.empty(info.shape, dtype=restored[names[0]].dtype)
             for name in names:
@@ -183,7 +183,7 @@ class ModelReader(CheckpointReader):
         return [item for key, item in made.items() if key not in self._unrestored]
 
     def written_shapes(self, quantized: Container[str]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the unquantized tensors to write, by the names in the files.
+        """Return the shapes of the unquantized tensors to write, keyed by their names in the files.
 
         Args:
             quantized: names of the tensors of this view that are stored as codes.
@@ -310,7 +310,7 @@ def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str,
 
 
 def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, StoredPart]]:
-    """Return the parts by name for each stored tensor that is not itself a tensor of the view."""
+    """Return the parts of each stored tensor that is not itself a tensor of the view; both are keyed by name."""
     layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
     parts_of: dict[str, dict[str, StoredPart]] = {}
     own_names = {stored: own for own, stored in family.stored_tensors.items()}
@@ -331,7 +331,7 @@ def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, 
 
 
 def expert_parts(name: str, local: str, shape: tuple[int, ...], data: Experts) -> Iterator[tuple[str, StoredPart]]:
-    """Yield the linears of all experts in a stacked tensor by relative name; nothing if the tensor is not stacked.
+    """Yield the relative name and the part of each expert's linears in a stacked tensor; nothing for other tensors.
 
     Args:
         name: name of the tensor.

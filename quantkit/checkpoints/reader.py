@@ -81,7 +81,7 @@ class CheckpointReader:
         """Return a reader that presents the same files as another model.
 
         Args:
-            tensors: tensors of that model by name, built from those of the files.
+            tensors: tensors of that model, keyed by name, built from those of the files.
             config: contents of its config.json.
             note: remark for the user.
         """
@@ -102,7 +102,7 @@ class CheckpointReader:
         """Return dtype, shape and position of a tensor.
 
         Raises:
-            CheckpointError: there is no such tensor; suggests the most similar name.
+            CheckpointError: there is no such tensor; the message suggests the most similar name.
         """
         if name not in self._tensors:
             raise CheckpointError(
@@ -164,7 +164,7 @@ class CheckpointReader:
         return data.view(info.dtype).view(stop - start, *info.shape[1:])
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """Read rows by index, e.g. the embeddings of some tokens, and only their bytes, in the order of the file.
+        """Read rows by index, e.g. the embeddings of some tokens; reads only their bytes, in the order of the file.
 
         Besides the result, this needs a few MiB of memory and a few bytes per index.
 
@@ -213,7 +213,7 @@ class CheckpointReader:
 
     @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 by file name of all files that determine a compression: config, index, weights and tokenizer.
+        """SHA-256 of all files that determine a compression (config, index, weights, tokenizer), keyed by file name.
 
         Computed once, for several files at a time, and cached.
 
@@ -234,12 +234,12 @@ class CheckpointReader:
         """Check that no file has changed since this reader was created; otherwise tensors may be from two models.
 
         Raises:
-            CheckpointError: a file has changed; names it.
+            CheckpointError: a file has changed; the message names it.
         """
         for path, stamp in self._stamps.items():
             if _stamp(path) != stamp:
                 raise CheckpointError(
-                    f"{path} changed while it was read; run the command again, `quantize` with --no-resume"
+                    f"{path} changed while it was read; run the command again (if it was `quantize`, add --no-resume)"
                 )
 
 

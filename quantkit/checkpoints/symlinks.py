@@ -27,7 +27,7 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
         folder: folder of the model; may itself be reached through a link.
         deep: check all folders inside it, not only those that are read.
     Raises:
-        ModelError: a link leads elsewhere; names the link and its target.
+        ModelError: a link leads elsewhere; the message names the link and its target.
     """
     root = Path(os.path.realpath(folder))
     blobs = _blobs(root)
@@ -44,7 +44,7 @@ def check_pointers(folder: Path) -> None:
     Args:
         folder: folder of the model.
     Raises:
-        ModelError: there is such a file; names it and its target.
+        ModelError: there is such a file; the message names it and its target.
     """
     if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(
@@ -71,7 +71,7 @@ def _blobs(root: Path) -> Path | None:
     """Return the blobs folder that belongs to a snapshot in the hub's cache; None for other folders."""
     model = root.parent.parent
     blobs = model / "blobs"
-    # Blobs that are a link themselves could lie anywhere.
+    # If the blobs folder is itself a link, it could lead anywhere.
     if root.parent.name != "snapshots" or not model.name.startswith("models--") or blobs.is_symlink():
         return None
     return blobs

@@ -84,7 +84,7 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
         messages = _with_arguments(messages, as_text=_takes_text(renderer))
     text = str(render(list(messages)))
     given = len(repr((messages, options)))
-    if len(text) > _CHAT_CHARACTERS + _CHAT_GROWTH * given:  # minutes of a tokenizer's time
+    if len(text) > _CHAT_CHARACTERS + _CHAT_GROWTH * given:  # would take a tokenizer minutes
         raise ValueError(f"it turns {given} characters into {len(text)}")
     return text
 
@@ -93,7 +93,7 @@ _TRIED_TEMPLATES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def _with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[Mapping[str, Any]]:
-    """Return messages whose tool calls have their arguments as JSON text, or as objects."""
+    """Return the messages with the arguments of tool calls converted to JSON text, or to objects."""
     return [
         {**message, "tool_calls": [_with_argument(call, as_text) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -112,7 +112,7 @@ def _with_argument(call: Any, as_text: bool) -> Any:
     else:
         try:
             arguments = json.loads(given or "{}") if isinstance(given, str) or given is None else given
-        except (ValueError, RecursionError):  # for the template to show as it is
+        except (ValueError, RecursionError):  # not JSON: the template shows it unchanged
             return call
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -134,7 +134,7 @@ def _takes_text(renderer: Any) -> bool:
 
 
 def _with_call(renderer: Any, arguments: Any) -> str | None:
-    """Return a conversation with a tool call in a chat template; None if the template fails on it."""
+    """Render a conversation with a tool call; None if the chat template fails on it."""
     call = {"id": "123456789", "type": "function", "function": {"name": "probe", "arguments": arguments}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     try:

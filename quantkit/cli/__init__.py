@@ -1,6 +1,6 @@
-"""The command line. One file per command: a file here that defines `command` is a command of that name.
+"""The command line. Each file here whose name has no leading underscore defines the command of that name as `command`.
 
-Files are imported to list them, so they import nothing heavy outside their functions; `--help` never sees torch.
+`--help` imports all these files, so they import nothing heavy, such as torch, outside their functions.
 """
 
 import difflib
@@ -41,7 +41,7 @@ class _Commands(CommandGroup):
         """Run the command; with `standalone_mode` (the default), exit with the error's code if there is an error."""
         words = list(sys.argv[1:] if args is None else args)
         if "--verbose" not in words:
-            os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; that all of them failed is said by us
+            os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # hides its retries; quantkit reports the failure
         if not standalone_mode:
             return super().main(words, standalone_mode=False, **extra)
         open_streams()
@@ -50,12 +50,12 @@ class _Commands(CommandGroup):
         failure: BaseException | None = None
         result: Any = 0
         try:
-            # click's standalone mode prints errors and exits itself, past the codes that are promised here.
+            # click's standalone mode would print errors itself and exit with codes other than those of quantkit.
             result = super().main(words, standalone_mode=False, **extra)
         except SystemExit:
             if sys.stdout is stdout:
                 raise
-            failure = BrokenPipeError()  # click's answer to one is to wrap the streams and to leave
+            failure = BrokenPipeError()  # when a pipe breaks, click replaces the streams and exits
         except BaseException as error:
             if not isinstance(error, Exception | KeyboardInterrupt) and not is_panic(error):
                 raise
@@ -63,9 +63,9 @@ class _Commands(CommandGroup):
         failure = end_output() or failure
         if failure is None:
             sys.exit(result if isinstance(result, int) else 0)
-        # Behind `--` words are arguments, even those that look like flags.
+        # After `--`, all words are arguments, even those that look like flags.
         flags = words[: words.index("--")] if "--" in words else words
-        # From the raw words, because a usage error comes before options are parsed.
+        # Searched in the raw words, because a usage error comes before options are parsed.
         sys.exit(report_error(failure, as_json="--json" in flags, verbose="--verbose" in flags))
 
 
@@ -101,7 +101,9 @@ def _print_version(ctx: click.Context, _option: click.Parameter, is_given: bool)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print it.")
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version."
+)
 def main() -> None:
     """Compress Hugging Face causal language models, layer by layer, to checkpoints that the ecosystem loads.
 

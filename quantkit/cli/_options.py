@@ -18,23 +18,23 @@ from quantkit.runtime.config import EngineConfig
 from quantkit.settings import setting
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-Settings = Mapping[str, "Field[Any]"]  # by name
+Settings = Mapping[str, "Field[Any]"]  # keyed by name
 
 
 def settings_of(source: type, *names: str) -> Settings:
-    """Return the fields of a dataclass that are options, by name: the fields in `names`, or all fields with a flag."""
+    """Return fields of a dataclass that have a command-line flag, keyed by name: those in `names`, or all of them."""
     offered = {field.name: field for field in fields(source) if "flag" in field.metadata}
     return {name: offered[name] for name in names} if names else offered
 
 
 def option_group(argument: str, settings: Settings, shown: Mapping[str, str] | None = None) -> Decorator:
-    """Return a decorator that adds several options to a command. The command gets those that were given, by setting
-    name.
+    """Return a decorator that adds several options to a command. The command receives a dict of the values that the
+    user gave, keyed by the name of the setting.
 
     Args:
-        argument: name of the command's argument that receives them.
+        argument: name of the command's argument that receives the dict.
         settings: settings in the order of the help.
-        shown: defaults to print in the help, if the command's differ.
+        shown: defaults to print in the help, if the command's defaults differ from those of the settings.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +65,7 @@ def as_arguments(settings: Settings, given: Mapping[str, Any]) -> list[str]:
 
 
 def _identifier(name: str) -> str:
-    return name.replace(".", "_")  # a recipe field's path is no keyword
+    return name.replace(".", "_")  # the path of a recipe field contains dots, a keyword cannot
 
 
 def _value(field: Field[Any], value: Any) -> Any:
@@ -86,7 +86,7 @@ def _option(name: str, field: Field[Any], shown: str | None) -> Decorator:
     return click.option(
         *flags,
         _identifier(name),
-        # None = not given, also where a flag would otherwise be off: the class has the default.
+        # None = not given, even for a flag, which click would set to False: the dataclass has the default.
         default=None,
         is_flag=_is_flag(field),
         multiple=_repeatable(field),
@@ -150,7 +150,7 @@ class _FiniteRange(click.FloatRange):
 
 
 class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """Several values in one option, `1,8`."""
+    """An option with several values separated by commas, such as `1,8`."""
 
     name = "list"
 
@@ -166,7 +166,7 @@ runtime_options = option_group("engine", settings_of(EngineConfig))
 
 
 def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--engine`: the command gets vLLM's own settings as `vllm`, or None if quantkit's engine computes."""
+    """Add `--engine`. The command receives `vllm`: settings of vLLM, or None if quantkit's engine runs the model."""
 
     @click.option(
         "--engine",
@@ -174,7 +174,7 @@ def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
         type=click.Choice(["quantkit", "vllm"]),
         default="quantkit",
         show_default=True,
-        help="What computes.",
+        help="Engine that runs the model.",
     )
     @click.option(
         "--engine-option",
@@ -202,11 +202,11 @@ def launch_ranks(nproc: int) -> NoReturn:
 
 
 def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[..., None]:
-    """Add `--nproc`, which runs the command in several processes; processes that torchrun started join each other too.
+    """Add `--nproc`, which runs the command in several processes. Processes that torchrun started form one job too.
 
     Args:
         function: the command.
-        refusal: why the command does not support several processes; empty = it does.
+        refusal: why the command does not support several processes; empty = it supports them.
     """
 
     @click.option(
@@ -234,7 +234,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
             try:
                 function(*args, **values)
             except (GateFailure, click.exceptions.Exit) as error:
-                # A result, not the end of the others: the first of them may still be writing what it is about.
+                # A verdict, not a failure: raised inside the block, it would end processes that may still be writing.
                 verdict = error if is_writer() else None
         if verdict is not None:
             raise verdict
@@ -260,7 +260,7 @@ RUN: Settings = {
     ),
     "overwrite": setting(False, "Replace an existing output.", flag="--overwrite"),
 }
-"""Settings that all compressing commands share."""
+"""Settings that several commands share."""
 
 set_option = click.option(
     "--set", "changes", metavar="FIELD=VALUE", multiple=True, help="Change a recipe field; repeatable."

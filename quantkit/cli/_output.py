@@ -2,8 +2,8 @@
 
 An error that ends a command becomes one line on stderr and an exit code, even if stdout or stderr fails.
 
-0 done · 1 a bug · 2 usage · 3 a gate · 4 bad input · 5 out of disk, memory or device memory, or not on Linux
-130 interrupted · 141 nobody reads stdout
+Exit codes: 0 done · 1 a bug · 2 wrong usage · 3 a gate failed · 4 bad input
+5 out of disk, memory or device memory, or not on Linux · 130 interrupted · 141 the reader of stdout closed it
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _LONGEST_LINE = 2000
-INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell says of what SIGINT and SIGPIPE end
+INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell reports processes ended by SIGINT and SIGPIPE
 
-# Torch's classes and the loader's failures are told by name and text: nothing is imported to report an error, C++ and
-# torch's CPU allocator raise a plain RuntimeError, and a library that cannot be mapped is an ImportError.
+# Memory errors of torch and of the dynamic loader are recognized by class name and message: reporting an error imports
+# nothing, C++ and torch's CPU allocator raise a plain RuntimeError, and a library that cannot be mapped raises an
+# ImportError.
 _NO_MEMORY = re.compile(r"can(no|')t allocate memory|bad_alloc|failed to map segment|can't start new thread", re.I)
 
 
 def open_streams() -> None:
-    """Replace streams that the caller closed by the null device, so that no file that is opened later gets their
-    number.
+    """Open the null device for each standard stream that the caller closed; otherwise a file opened later would get the
+    stream's descriptor number.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - for as long as the process
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - open until the process ends
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -60,7 +61,7 @@ def end_output() -> BaseException | None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        with contextlib.suppress(OSError, ValueError):  # a stream in memory has no number
+        with contextlib.suppress(OSError, ValueError):  # a stream in memory has no descriptor
             # Python flushes stdout once more at exit, which cannot fail on the null device.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, sys.stdout.fileno())
@@ -82,11 +83,11 @@ def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
         The exit code.
     """
     if isinstance(error, BrokenPipeError):
-        return READER_GONE  # as quiet as every other command in front of `head`
+        return READER_GONE  # print nothing, like other commands piped into `head`
     if verbose and not isinstance(error, click.exceptions.ClickException | click.Abort):
         traceback.print_exception(error, file=sys.stderr)
     code, text = explain(error)
-    if code == ResourceError.exit_code:  # what else fails at the end, for want of the same, has nothing to add
+    if code == ResourceError.exit_code:  # errors at exit would only repeat it
         atexit.register(setattr, sys, "unraisablehook", lambda _: None)
     if as_json:
         with contextlib.suppress(OSError):
@@ -94,7 +95,7 @@ def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
         end_output()
     if isinstance(error, click.UsageError) and not as_json:
         with contextlib.suppress(OSError):
-            error.show(sys.stderr)  # usage line and a pointer to --help, as click users know it
+            error.show(sys.stderr)  # click's own form: the usage line and a pointer to --help
     else:
         say(f"error: {text}")
     return code
@@ -121,7 +122,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         what = _one_line(str(shortage))[:200] or type(shortage).__name__
         advice = "for compression, see `quantkit plan --recipe`, and on a GPU try --activations disk"
         return ResourceError.exit_code, f"out of memory: {what}; {advice}; to run a model, try a smaller --kv-memory"
-    if is_panic(error):  # on what a file says, such as a tokenizer's regular expression that gives up on a text
+    if is_panic(error):  # caused by a file, such as a tokenizer's regular expression that fails on a text
         return InputError.exit_code, f"a library written in Rust failed on a file or text: {_one_line(str(error))}"
     what = f"{type(error).__name__}: {_one_line(str(error))}"
     return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
@@ -143,7 +144,7 @@ def _is_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or (isinstance(error, RuntimeError | ImportError | OSError) and bool(_NO_MEMORY.search(str(error))))
-        # C code that loses its MemoryError; without a limit on the process it is a bug of its own.
+        # C code may turn a MemoryError into a SystemError; without a memory limit, a SystemError is a bug.
         or (isinstance(error, SystemError) and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
     )
 
@@ -163,7 +164,7 @@ class Output:
     Args:
         as_json: print one JSON object on stdout and nothing else there.
         quiet: print results only, no progress and no warnings.
-        stream: stream for progress; the current stderr while output of libraries is redirected.
+        stream: stream for progress: stderr as it was at first, even while it is redirected to hide output of libraries.
     """
 
     as_json: bool
@@ -181,11 +182,11 @@ class Output:
             say(text, self.stream)
 
     def result(self, data: Callable[[], Any], *shown: Callable[[], Table | str | None]) -> None:
-        """Print a result, as JSON or for people; of several processes, only one prints.
+        """Print a result, as JSON or for people; in a job of several processes, only the writer prints.
 
         Args:
             data: builds the object for --json.
-            shown: functions that build what people see, separated by blank lines; None shows nothing.
+            shown: functions that build the parts that people see, separated by blank lines; a part may be None.
         """
         if not is_writer():
             return
@@ -216,7 +217,7 @@ class _Documented(click.Command):
 
     Args:
         help: the docstring; click does not rewrap paragraphs that begin with `\b`.
-        epilog: text printed before that part.
+        epilog: text printed between the options and that part.
     """
 
     def __init__(self, name: str | None, *, help: str | None = None, epilog: str = "\b", **settings: Any) -> None:
@@ -256,5 +257,5 @@ def plain_console(*, stderr: bool = False) -> Console:
     """
     from rich.console import Console
 
-    # To rich's markup a name in brackets, as in recovery[task], may be a style, and is not printed.
+    # With markup, rich may take brackets, as in recovery[task], for a style and not print them.
     return Console(stderr=stderr, markup=False, highlight=False, soft_wrap=False)

@@ -33,7 +33,7 @@ class Log(Listener):
     def layer_finished(self, record: LayerRecord) -> None:
         """Print the layer's worst error, its time, the memory in use and the time left."""
         self._done += 1
-        # Layers of an earlier run took no time of this one.
+        # Layers reused from an earlier run took no time in this run.
         left = (self._total - self._first - self._done) * (time.monotonic() - self._start_s) / self._done
         parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(resident_bytes() or 0)]
         if left > 0:
@@ -57,7 +57,7 @@ class Bar(Listener):
             console=console or plain_console(stderr=True),
             transient=True,
         )
-        # How many layers there are is known with the plan; until then nothing is shown.
+        # The plan gives the number of layers; until then nothing is shown.
         self._task = self.progress.add_task("starting", visible=False, memory="")
         self._layer = ""
 
@@ -129,7 +129,7 @@ def showing_layers(output_to: Output) -> Any:
     def show(done: int, total: int, name: str) -> None:
         # In a file carriage returns erase nothing.
         if output_to.shows_progress and sys.stderr.isatty():
-            # Erases the rest of the line, since the name before may have been longer.
+            # `\x1b[K` erases the rest of the line, because the previous name may have been longer.
             click.echo(f"\r{done}/{total} {name}\x1b[K" + ("\n" if done == total else ""), nl=False, err=True)
 
     return show

@@ -57,8 +57,8 @@ def command(
     Prompts are random tokens, and every request runs to its full length. Run nothing else on the machine meanwhile.
 
     \b
-    MBU, MFU: share of the memory bandwidth, and of the speed of a large matrix
-    product, both measured in the same run.
+    MBU, MFU: the shares that a step reaches of the memory bandwidth and of the
+    speed of a large matrix product, both measured in the same run.
 
     \b
     Examples:
@@ -76,7 +76,7 @@ def command(
         _bench_no_cache(output_to, engine, checkpoint, workload)
         return
     if "rates" in workload:
-        workload.setdefault("concurrencies", ())  # who asks for arrivals alone has no use for closed loops
+        workload.setdefault("concurrencies", ())  # with --rate alone, measure no closed loops
     if url:
         _bench_server(output_to, url, checkpoint, BenchmarkOptions(**workload))
         return
@@ -124,7 +124,7 @@ def _measure(
     from quantkit.benchmark.ceilings import fit_itl, fit_ttft
     from quantkit.benchmark.diagnosis import diagnose
 
-    for model in models:  # all of them before the first is loaded
+    for model in models:  # check all of them before the first is loaded
         benchmark.check_target(model, options, engine)
     output_to.tell("loading")
     targets = [benchmark.load_target(model, options, engine) for model in models]

@@ -44,7 +44,7 @@ class _Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answered(self, text: str, answer: Answer) -> Iterator[str]:
-        """Add the user's message and yield the pieces of the answer; the answer is kept as far as it came."""
+        """Add the user's message and yield the pieces of the answer; an incomplete answer is kept too."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         self.times = [time.perf_counter()]
@@ -55,7 +55,7 @@ class _Conversation:
                 yield piece
         except BaseException:
             if not pieces:
-                self.messages.pop()  # a message without an answer would be in the way of the next
+                self.messages.pop()  # otherwise the next request would have two user messages in a row
             raise
         finally:
             if pieces:
@@ -141,7 +141,7 @@ def _from_engine(checkpoint: str | None, engine: dict[str, Any], sampling: dict[
 
     params = SamplingParams(**{"max_tokens": None, **sampling})
     llm: LLM = LLM(checkpoint, max_sequences=1, lazy=True, **engine)
-    llm.encode_chat([{"role": "user", "content": "Hi"}])  # that there is no template is said before anything is loaded
+    llm.encode_chat([{"role": "user", "content": "Hi"}])  # reports a missing template before anything is loaded
 
     def answer(messages: Messages) -> Iterator[str]:
         for output in llm.stream(llm.encode_chat(messages), params):
@@ -160,7 +160,7 @@ def _from_server(url: str, sampling: dict[str, Any]) -> Answer:
 
     def answer(messages: Messages) -> Iterator[str]:
         pieces = _pieces(Remote(url), {**body, "messages": messages})
-        with asyncio.Runner() as runner:  # which closes the pieces, and with them the connection
+        with asyncio.Runner() as runner:  # at its end it closes `pieces`, and so the connection
             while (piece := runner.run(_next(pieces))) is not None:
                 yield piece
 

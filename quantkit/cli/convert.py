@@ -45,7 +45,7 @@ _HOW: Settings = {
 def command(
     output_to: Output, *, checkpoint: str, to: str, output: str | None, push_to_hub: str | None, how: dict[str, Any]
 ) -> None:
-    """Write the codes of CHECKPOINT, a directory, in another format, one layer in memory at a time.
+    """Write the codes of CHECKPOINT, a directory, in another format. One layer is in memory at a time.
 
     Nothing is rounded again: quantkit reads codes, scales and zero points back and compares them bit for bit. If the
     format cannot store the checkpoint, quantkit refuses and names the formats that can.

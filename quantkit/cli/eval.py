@@ -66,7 +66,7 @@ def command(
     from quantkit.evaluate.run import check_evaluation
     from quantkit.evaluate.verify.run import of_the_original
 
-    # Who names tasks or texts means those, and none besides.
+    # If the user names tasks, texts or prompts, only those are evaluated, and no suite.
     quick = {} if {"tasks", "texts", "prompts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
     check_evaluation(options)

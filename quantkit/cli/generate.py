@@ -58,10 +58,10 @@ def command(
     params = SamplingParams(**{"seed": 0, **sampling})  # bad values are refused before a model is loaded
     if system is not None and not chat:
         raise click.UsageError("--system needs a conversation; give --chat too")
-    # Arguments that are no valid text arrive with surrogates; fsencode gives the shell's bytes back.
+    # Python puts surrogates in place of an argument's invalid bytes; fsencode restores the bytes that the shell gave.
     text = _text(sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # terminals that do not know every character
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not be able to encode every character
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.vllm_engine import VllmLLM
 

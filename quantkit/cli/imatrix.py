@@ -36,7 +36,8 @@ _HOW: Settings = {
 def command(output_to: Output, *, model: str | None, output: str | None, how: dict[str, Any]) -> None:
     """Run calibration text through MODEL, a directory or a hub id, and write the mean square of each linear's inputs.
 
-    The file is what llama-imatrix writes: `llama-quantize --imatrix FILE` reads it, and so does `quantize --imatrix`.
+    The file has the format of llama-imatrix: `llama-quantize --imatrix FILE` reads it, and so does
+    `quantkit quantize --imatrix FILE`.
 
     \b
     Examples:

@@ -29,8 +29,9 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, per-layer errors, and which engines read it.
 
     It reads directories in any known format, unquantized models and GGUF files. Per-layer errors are known only for
-    checkpoints that quantkit wrote. With a second checkpoint, it shows the differences between the two. With --device,
-    it compares the kernels with torch on a GPU of this machine, as the first load there does, and stores the verdicts.
+    checkpoints that quantkit wrote. With a second checkpoint, it shows the differences between the two. With --device
+    and no checkpoint, it compares the kernels with torch on a GPU of this machine and stores the verdicts; the first
+    load of a model on that GPU does the same.
 
     \b
     Examples:

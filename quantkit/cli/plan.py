@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 _DEVICE: Settings = {
     "name": setting(
         None,
-        "Device to plan for: what fits, and how fast it could be: h200, h100, a100, l40s, 4090, ...",
+        "Device for which to show what fits and how fast it could be: h200, h100, a100, l40s, 4090, ...",
         flag="--device NAME",
     ),
     "memory_bytes": setting(
         None,
-        "Memory to plan for, such as 24GiB; alone, or instead of the device's.",
+        "Memory to plan for, such as 24GiB, without --device or instead of the device's memory.",
         flag="--memory SIZE",
         read=parse_bytes,
     ),
@@ -53,10 +53,12 @@ _DEVICE: Settings = {
 }
 _ESTIMATE: Settings = {
     "shape_file": setting(
-        None, "YAML or JSON file of sizes, named as in config.json, instead of MODEL.", flag="--shape FILE"
+        None, "YAML or JSON file with some of the sizes in a config.json, instead of MODEL.", flag="--shape FILE"
     ),
     "params": setting(
-        None, "Only a number of parameters: 7B, or 30B-A3B with 3 billion used per token.", flag="--params NUMBER"
+        None,
+        "Number of parameters, instead of MODEL: 7B, or 30B-A3B with 3 billion used per token.",
+        flag="--params NUMBER",
     ),
     "recipe": setting(
         None, "Plan this recipe; without one, compare the usual number types.", flag="--recipe NAME|FILE"
@@ -107,7 +109,8 @@ def command(
     """Estimate the memory and the best possible speed of MODEL from its shape; nothing is measured.
 
     MODEL is a directory, a config.json or a hub id; of its weights, only the headers are read. Without MODEL, the
-    bundled demo model is used. A floor is the minimum time of a step: bytes over bandwidth, or operations over peak.
+    bundled demo model is used. A floor is the minimum time of a step: the larger of bytes / bandwidth and operations /
+    peak.
 
     \b
     Examples:
@@ -247,7 +250,7 @@ def _footnote(plan: Estimate) -> str:
     if not rates:
         return text
     return (
-        f"{text} step and tokens/s: floors of a decode step of batch {plan.batch} at {plan.context:,} tokens; "
-        f"prefill: of {plan.prompt:,} tokens; both at {' and '.join(rates)}, without any loss. Good engines reach 55 "
-        "to 85 % of this speed."
+        f"{text} step: floor of a decode step of batch {plan.batch} at {plan.context:,} tokens; tokens/s: its speed; "
+        f"prefill: floor for {plan.prompt:,} tokens. All assume {' and '.join(rates)}, without any loss. Good engines "
+        "reach 55 to 85 % of this speed."
     )

@@ -36,7 +36,7 @@ _FIELDS: Settings = {
     ),
     "imatrix": setting(
         None,
-        "Importance matrix of llama.cpp, in place of calibration data: weights of the errors of rounding.",
+        "Importance matrix from llama.cpp, instead of calibration data; it weights the rounding errors of each input.",
         flag="--imatrix FILE",
     ),
     "format": setting(None, "On-disk format of the result.", flag="--format NAME", shown=_RECIPES),
@@ -44,7 +44,7 @@ _FIELDS: Settings = {
 }
 _ACTIVATIONS = setting(
     "auto",
-    "Where to keep hidden states between layers; auto: in memory if a GPU computes.",
+    "Where to keep hidden states between layers; auto: in memory if a GPU computes, else on disk.",
     flag="--activations",
     choices=("auto", "ram", "disk"),
 )
@@ -57,8 +57,8 @@ _NPROC = setting(
 _ENGINE = setting(
     None,
     "Engine that must be able to read the result, with its device if known: vllm, vllm:h100, vllm:cpu, sglang, "
-    "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. A recipe whose result it cannot read is refused "
-    "at once.",
+    "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. quantkit refuses at once if the engine could not "
+    "read it.",
     flag="--for ENGINE[:DEVICE]",
 )
 
@@ -71,7 +71,7 @@ _ENGINE = setting(
 @option_group("fields", _FIELDS)
 @option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
 @push_option
-@click.option("--verify", is_flag=True, help="Verify the result; if it fails, keep it as DIR.failed, with exit code 3.")
+@click.option("--verify", is_flag=True, help="Verify the result. If a gate fails: it becomes DIR.failed, exit code 3.")
 @gate_option
 def command(
     output_to: Output,
@@ -109,14 +109,14 @@ def command(
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
     with distributed.joined(explain):
-        # Refused by one: all at once would tell the same error over one another.
+        # Only one process reads it, because all would report the same error at once.
         read: Any = _read(recipe, changes, fields, gates, verify) if distributed.is_writer() else None
-        if not verify:  # whose measurements would be of a process that spares memory
+        if not verify:  # these changes would also affect what verification measures
             spare_memory()
         result = _compressed(model, read, output, output_to, how)
     if result is None:
         return
-    if verify:  # a checkpoint that fails goes nowhere
+    if verify:  # before the upload: a checkpoint that fails is not uploaded
         verify_result(output_to, result, model, gates, how, lambda: _summary(result))
     if push_to_hub:
         _push(result, push_to_hub, model)
@@ -130,7 +130,7 @@ def _read(
     """Read the recipe with these changes; if the result is to be verified, check first that this is possible."""
     from quantkit.compress.recipe import load
 
-    # JSON text is YAML that needs no guessing: a file may be called `a: b`.
+    # Values are written as JSON, which YAML cannot misread: a file may be called `a: b`.
     read = load(recipe, [*changes, *(f"{path}={json.dumps(value)}" for path, value in fields.items())])
     if verify:
         check_before(read, gates)
@@ -145,7 +145,7 @@ def _compressed(
     from quantkit import distributed
     from quantkit.cli._progress import listening
 
-    is_writer, recipe = distributed.is_writer(), distributed.broadcast(recipe)  # once all have imported what it takes
+    is_writer, recipe = distributed.is_writer(), distributed.broadcast(recipe)  # after the imports of all
     with listening(output_to if is_writer else replace(output_to, quiet=True)) as listener:
         result = pipeline.quantize(model, recipe, output, listener=listener, **how)
     return result if is_writer else None
@@ -210,7 +210,7 @@ def _worst(result: CompressionResult) -> Table:
         title="worst linears by relative error, beside that of round-to-nearest",
         columns=(*(Column("linear"), Column("weights"), Column("error", four), Column("rounded", four), Column("of")),),
         rows=tuple(
-            # Activations, behind the comma, are not part of this error.
+            # The part after the comma describes the activations, which this error does not include.
             (name, linear.scheme.partition(",")[0], linear.error, linear.rounding_error, linear.measure)
             for name, linear in result.worst_linears()
         ),

@@ -48,7 +48,7 @@ def list_command(output_to: Output) -> None:
 @recipes.command("show", short_help="Print a shipped recipe, ready to copy.")
 @click.argument("name")
 def show_command(output_to: Output, *, name: str) -> None:
-    """Print the recipe NAME, ready to be copied and edited; with --json, every default filled in.
+    """Print the recipe NAME, ready to be copied and edited. With --json, every default is filled in.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def show_command(output_to: Output, *, name: str) -> None:
     if output_to.as_json:
         output_to.result(lambda: {"description": recipe.description, "gates": list(recipe.gates), **recipe.source})
     else:
-        # The file itself: what was parsed has lost its comments.
+        # Print the file itself, because parsing drops its comments.
         click.echo(read_text(shipped().get(name, Path(name)), RecipeError), nl=False)
 
 

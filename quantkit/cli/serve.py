@@ -60,8 +60,8 @@ class ServeOptions:
 def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None, options: dict[str, Any]) -> None:
     """Serve CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
-    The server runs until SIGTERM or Ctrl-C, and answers open requests first. `/health`, `/ready` and `/metrics` are for
-    operators; `/openapi.json` describes the other routes.
+    The server runs until SIGTERM or Ctrl-C; it then answers open requests before it ends. `/health`, `/ready` and
+    `/metrics` are for operators; `/openapi.json` describes the other routes.
 
     \b
     Examples:
@@ -94,7 +94,7 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
             f"{options.host} can be reached from other machines, and no key is set; give --api-key, or --no-api-key "
             "to let anybody use the model"
         )
-    # Others than this machine reach a public address by names that only they know.
+    # Clients on other machines reach a public address by host names that the server cannot know.
     is_any = "*" in options.allow_host or (is_public(options.host) and not options.allow_host)
     llm = LLM(checkpoint, lazy=True, max_sequences=options.max_running, **engine)
     bridge = Bridge(llm, max_waiting=options.max_waiting, say=say)

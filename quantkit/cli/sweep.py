@@ -56,7 +56,7 @@ def command(
     bundled model.
 
     Each pair is a trial, which runs in its own process here or as a task of Ray. Finished trials are kept, so the same
-    command continues where it stopped. For a trial that fails, the table shows the reason, and the sweep ends with its
+    command continues where it stopped. If a trial fails, a table shows the reason, and the sweep ends with the trial's
     exit code.
 
     \b
@@ -82,7 +82,7 @@ def command(
     if failed:
         say(f"error: {len(failed)} of {len(records)} trials failed: {failed[0].name}: {failed[0].reason}")
         codes = {record.exit_code for record in failed}
-        click.get_current_context().exit(1 if 1 in codes else max(codes))  # a bug first
+        click.get_current_context().exit(1 if 1 in codes else max(codes))  # 1, a bug, is the most serious
 
 
 def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Map
 
 
 def _recipe(name: str, changes: Sequence[str]) -> Recipe:
-    """Load a recipe with the changes; changes of the calibration apply only if it uses calibration data."""
+    """Load a recipe with the changes; those to calibration fields apply only if the recipe uses calibration data."""
     from quantkit.compress.recipe import load
 
     reads_data = load(name).calibration is not None
@@ -129,7 +129,7 @@ def _tables(compared: Mapping[str, CheckpointComparison]) -> list[Any]:
 
 def _failures(failed: Sequence[TrialRecord]) -> Table:
     return Table(
-        title="without figures",
+        title="trials that failed",
         columns=(Column("trial"), Column("exit code", str), Column("reason")),
         rows=tuple((record.name, record.exit_code, record.reason) for record in failed),
     )

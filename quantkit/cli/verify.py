@@ -27,7 +27,7 @@ gate_option = click.option(
     "gates",
     multiple=True,
     metavar="GATE",
-    # None, not an empty tuple: without --gate those of the recipe count.
+    # None, not an empty tuple: without --gate, the recipe's gates apply.
     callback=lambda _ctx, _option, gates: gates or None,
     help="Gate that must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]",
 )
@@ -169,20 +169,20 @@ def verify_result(
         report, path = set_aside(report, path)
         output_to.tell(f"the checkpoint failed and is kept as {path}")
     files, problem = write_report(report, path)
-    if not output_to.as_json:  # there it is one object, together with the report's
+    if not output_to.as_json:  # with --json, `finish` prints one object for both
         output_to.result(dict, summary, lambda: "")
     finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})
 
 
 @click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed and gates.")
 @click.argument("checkpoint")
-@click.option("--baseline", metavar="MODEL", help="The original model.  [default: the one it was made from]")
-@click.option("-o", "--output", metavar="DIR", help="Report and model card.  [default: CHECKPOINT or FILE-report]")
+@click.option("--baseline", metavar="MODEL", help="The original.  [default: the model CHECKPOINT was made from]")
+@click.option("-o", "--output", metavar="DIR", help="Folder of the report.  [default: CHECKPOINT or FILE-report]")
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
 @click.option(
     "--sensitivity/--no-sensitivity",
     default=None,
-    help="Measure which parts of the model lose most.  [default: if an accuracy gate fails]",
+    help="Measure which parts of the model lose most accuracy.  [default: if an accuracy gate fails]",
 )
 @click.option("--text", metavar="FILE", help="Text on which the distributions of both models are compared.")
 @gate_option

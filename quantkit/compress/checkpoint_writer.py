@@ -1,6 +1,6 @@
 """Write the files of a compressed checkpoint, and read every shard back; for `quantize` and `convert`.
 
-`output.staging` handles the work folder and the final path, `formats` the encoding.
+`output.staging` handles the work folder and the final path; the package `formats` encodes the tensors.
 """
 
 import shutil
@@ -24,9 +24,9 @@ class Shard:
     """Tensors to write into one safetensors file.
 
     Args:
-        format_: format of its quantized linears.
+        format_: format of the shard's quantized linears.
     Attributes:
-        tensors: tensors by the names of the model's modules.
+        tensors: tensors to write, keyed by full name as in the model, not as in the file.
     """
 
     def __init__(self, format_: Format) -> None:
@@ -76,7 +76,7 @@ class Shard:
         """Check that the tensors in the file equal those in memory, bit for bit.
 
         Raises:
-            AuditError: a tensor differs; names it.
+            AuditError: a tensor differs; the message names it.
         """
         for name, tensor in self.tensors.items():
             if not identical(reader.tensor(name), tensor):
@@ -89,7 +89,7 @@ def write_rest(folder: Path, source: CheckpointReader, weight_map: Mapping[str, 
     Args:
         folder: folder with all shards.
         source: checkpoint from which tokenizer, licence etc. are copied.
-        weight_map: file name by tensor name.
+        weight_map: file name of each tensor, keyed by tensor name.
         config: contents of config.json.
     Returns:
         Size of all tensors in bytes.

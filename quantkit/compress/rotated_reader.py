@@ -1,10 +1,11 @@
 """View a checkpoint as an equivalent model with a rotated residual stream, whose outliers are spread over all channels.
 
-Norm weights are folded into the linears that follow. Then the hidden states h become h Q: weights that write to the
-residual stream (embedding, attention output, down) are multiplied by Q, and so are weights that read it (q, k, v, gate,
-up, head), which cancels the rotation. Value heads are rotated too, and the output projection undoes that. Layers are
-rotated when they are read, embedding and head a few rows at a time. A head that was tied to the embedding gets weights
-of its own. Rotations that the runtime would have to apply (of queries and keys, or inside the MLP) are not included.
+Norm weights are folded into the linears that follow. Then the hidden states h become h Q. Weights that write to the
+residual stream (embedding, attention output, down) are multiplied by Q. Weights that read it (q, k, v, gate, up, head)
+are multiplied by Q too, which cancels the rotation. Value heads are also rotated, and the output projection undoes
+that. Tensors are rotated when they are read; embedding and head are rotated a few rows at a time. A head that was tied
+to the embedding gets its own weights. Rotations that the runtime would have to apply (of queries and keys, or inside
+the MLP) are not included.
 Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant (R1 and R2).
 Shapes: D hidden width, N outputs, K inputs, d head width.
 """
@@ -33,7 +34,7 @@ class RotatedReader(ModelReader):
         seed: seed of the random rotations.
         heads: rotate value heads too.
     Raises:
-        ModelError: models of this family cannot be rotated; says why.
+        ModelError: models of this family cannot be rotated; the message says why.
     """
 
     def __init__(self, source: CheckpointReader, family: Family, *, seed: int, heads: bool) -> None:
@@ -46,7 +47,7 @@ class RotatedReader(ModelReader):
         self._check(source.path)
         self._tied = self._head not in self._tensors
         if self._tied:
-            # It cannot stay tied: the final norm is folded into the head but not into the embedding.
+            # The head cannot stay tied: the final norm is folded into the head but not into the embedding.
             self._tensors[self._head] = self._tensors[self._embedding]
             self.names = tuple(sorted(self._tensors))
             self.config = {**self.config, "tie_word_embeddings": False}
@@ -95,7 +96,7 @@ class RotatedReader(ModelReader):
         if module in (parts.input_norm, parts.mlp_norm):
             return torch.full_like(value, 1 - names.norm_offset)
         if module in self._readers and kind == "weight":
-            # The norm's weight first: it cannot be folded in once the channels are mixed.
+            # Multiply by the norm's weight first: it cannot be folded in once the channels are mixed.
             value = self._stream.apply(value * self._norm(f"{prefix}{self._readers[module]}.weight"))
         if self._heads is not None and module == parts.qkv[-1]:
             value = _outputs(self._heads, value)

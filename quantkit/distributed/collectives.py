@@ -135,7 +135,9 @@ def _unpacked(packed: "torch.Tensor") -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickle a tensor as its own bytes; torch would write the whole storage that it views, and the GPU's number."""
+    """Pickler that writes a tensor as its own bytes; torch's would write the whole storage behind it, and the index of
+    its GPU.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         import torch
@@ -150,7 +152,7 @@ def _tensor(layout: Layout, data: bytearray, is_on_gpu: bool) -> "torch.Tensor":
     import torch
 
     row = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return layout.tensor(row.cuda() if is_on_gpu else row)  # the current one, of this process
+    return layout.tensor(row.cuda() if is_on_gpu else row)  # to this process's current GPU
 
 
 def share_out(
@@ -178,7 +180,7 @@ def share_out(
     return [results[number] for number in range(len(items))]
 
 
-_asked = itertools.count()  # equal in all processes
+_asked = itertools.count()  # calls of `_free`, as many in all processes
 
 
 def _free(count: int) -> Iterator[int]:
@@ -193,7 +195,10 @@ def _free(count: int) -> Iterator[int]:
 
 
 def assign_work(costs: Sequence[float]) -> list[int]:
-    """Return the process for each piece of work: the largest first, to the least loaded; needs no communication."""
+    """Return the process for each piece of work; needs no communication.
+
+    The largest pieces are assigned first, each to the process with the least work so far.
+    """
     loads = [0.0] * world()
     owners = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
@@ -208,7 +213,7 @@ def exchange(
     """Send tensors to each process, and return the tensors that each process sent to this one.
 
     Args:
-        outgoing: tensors by name, for each process; this process's own entry is returned unchanged.
+        outgoing: for each process, the tensors to send, keyed by name; this process's own entry is returned unchanged.
         device: device of all tensors.
     """
     if world() == 1:

@@ -24,7 +24,7 @@ RESUME = "run the same command again to continue, with any number of processes"
 START = timedelta(minutes=30)
 """Time in which all processes of a job must connect: people and schedulers start them one after another."""
 
-# A dead process is noticed at once. A long wait is no sign of one: rank 0 may work alone for hours.
+# torch notices a dead process at once, so a long wait means nothing: rank 0 may work alone for hours.
 _PATIENCE = timedelta(days=7)
 # torch has no class for timeout errors.
 _TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
@@ -35,7 +35,7 @@ _BEING_ENDED = 10.0  # seconds to wait for the launcher to end this process
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 _rank, _world = 0, 1
-_groups: dict[str, Any] = {}  # by type of device
+_groups: dict[str, Any] = {}  # keyed by type of device
 _store: Any = None  # torch's key-value store, shared by all processes
 
 
@@ -76,7 +76,7 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
     if not is_launched() or _store is not None:
         yield
         return
-    stream = sys.stderr  # the stream of now: later, stderr may be redirected to hide messages of libraries
+    stream = sys.stderr  # kept, because stderr may later be redirected to hide messages of libraries
     if _STARTED in os.environ:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -176,7 +176,7 @@ def _is_first_to_fail() -> bool:
 
 
 def _fail(error: BaseException, code: int, text: str, stream: TextIO) -> None:
-    """Report the error if no other process has, and exit; return in rank 0 if its caller must report the error."""
+    """Report the error unless another process has, and exit; rank 0 returns instead if its caller must report it."""
     number, is_lost = int(os.environ["RANK"]), isinstance(error, LostError)
     if number and not is_lost:
         time.sleep(_FIRST_SPEAKS)

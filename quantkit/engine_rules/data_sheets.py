@@ -26,7 +26,7 @@ class Device:
         memory_bytes: memory that its driver reports.
         bandwidth: bytes per second.
         peaks: operations per second by number type, without sparsity; types without hardware units are missing.
-        source: where the figures come from.
+        source: document that the figures come from.
         capability: compute capability times ten, or `OTHER`; None = unknown.
     """
 
@@ -86,7 +86,7 @@ _ROWS = (
 )
 DEVICES = {device.name: device for device in _ROWS}
 NAMED = {name: device.capability for name, device in DEVICES.items()} | {"cpu": CPU, "cpu-amx": AMX}
-"""Compute capability times ten by name, or `CPU`, `AMX` or `OTHER`."""
+"""Compute capability times ten, or `CPU`, `AMX` or `OTHER`, keyed by device name."""
 
 
 def device_key(name: str) -> str:
@@ -113,7 +113,7 @@ def find_device(name: str) -> Device:
 def make_device(
     name: str | None = None, memory_bytes: int | None = None, bandwidth: float | None = None, peak: float | None = None
 ) -> Device | None:
-    """Return a device of the table with some figures replaced, or one made of given figures only; None without any.
+    """Return a device of the table with some figures replaced, or one of given figures only; None without arguments.
 
     Args:
         name: name in the table.

@@ -1,7 +1,7 @@
 """Rules about how an engine reads a checkpoint, the properties of a checkpoint that they use, and their result.
 Torch-free.
 
-The first rule that applies to a linear gives its answer; the worst answer of all linears is the result.
+The first rule that applies to a linear gives the answer for this linear. The result is the worst answer of all linears.
 
 The rules are in one YAML file per engine. They come from reading the source of a release; each names its file and
 function. None was tested on a GPU. The rules do not say whether an engine supports an architecture.
@@ -271,7 +271,8 @@ def judge(name: str, model: StoredModel, capability: int | None = None) -> Engin
     best = min((reading for _, reading in reversed(by_device)), key=lambda reading: ANSWERS.index(reading.reads))
     if best.reads == "no":
         return best
-    known = itertools.dropwhile(lambda pair: pair[1].reads == "no", by_device)  # old devices go without saying
+    # The oldest devices that cannot read it are not listed.
+    known = itertools.dropwhile(lambda pair: pair[1].reads == "no", by_device)
     runs = [list(run) for _, run in itertools.groupby(known, key=lambda pair: (pair[1].reads, pair[1].reason))]
     if len(runs) == 1 and len(runs[0]) == len(by_device):
         return best
@@ -313,8 +314,8 @@ def _whole(engine: EngineRelease, model: StoredModel, capability: int | None) ->
 
 
 def _describe_run(run: list[tuple[int, EngineReading]], usual: str) -> str:
-    """Describe the answer for neighbouring compute capabilities, e.g. `9.0: Marlin kernels`; an unusual answer is named
-    too.
+    """Describe the answer for neighbouring compute capabilities, e.g. `9.0: Marlin kernels`; an answer other than
+    `usual` is named too.
     """
     first, last = f"{run[0][0] / 10:.1f}", f"{run[-1][0] / 10:.1f}"
     reading = run[0][1]

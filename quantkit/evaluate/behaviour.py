@@ -1,8 +1,8 @@
-"""Sampled behaviour: what a chat model does when it answers freely, as rates that two models can be compared by.
+"""Sampled behaviour of chat models: rates, such as the share of answers that loop, for comparing two models.
 
-Both models answer the same prompts with the same seeds, in their own chat templates. Answers are checked by rules, not
-judged: whether they loop, end, call tools validly and have the asked-for form. `decision_margins` compares two models
-on the original's answers.
+Both models answer the same prompts with the same seeds, in their own chat templates. Rules, not a judge model, check
+whether answers loop, end, call tools validly and have the requested form. `decision_margins` compares two models on the
+original's answers.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from quantkit.runtime.types import SamplingParams
 TEMPERATURE, TOP_P = 0.7, 0.95
 _LOOP_TOKENS, _LOOP_TIMES = 24, 3
 _OTHER_SCRIPT = 0.1
-_MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000  # between the numbers of two rounds, and the seeds of two runs
+_MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000  # index distance of two rounds; seed distance of two runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +33,8 @@ class Question:
     Args:
         number: its position in the set, by which the answers of two models are paired.
         prompt: the prompt.
-        ids: its token ids.
-        is_thinking: whether the template has begun the thinking.
+        ids: token ids of the prompt in the template.
+        is_thinking: whether the template has already opened the thinking section.
     """
 
     number: int
@@ -45,14 +45,14 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BehaviourPlan:
-    """What a model is asked.
+    """Prompts and settings of a model's behaviour test.
 
     Args:
-        name: of the set of prompts.
+        name: name of the set of prompts.
         questions: prompts that the model can take.
-        num_left_out: prompts that its template or context cannot take.
-        num_seeds: answers to each prompt.
-        max_tokens: most tokens of an answer.
+        num_left_out: number of prompts that the model's template or context cannot take.
+        num_seeds: number of answers to each prompt.
+        max_tokens: maximum number of tokens of an answer.
         seed: first seed.
         dialect: how the model writes tool calls.
     """
@@ -72,10 +72,10 @@ class Trace:
 
     Args:
         index: number of the answer, the same for two models that answer the same prompt with the same seed.
-        question: what was asked.
-        token_ids: its tokens, including the one that ended it.
-        text: without that one, with all other special tokens.
-        ended: whether the model ended it.
+        question: the question.
+        token_ids: tokens of the answer, including the end token, if there is one.
+        text: text of the answer, with special tokens but without the end token.
+        ended: whether the model ended the answer; otherwise it was cut off.
     """
 
     index: int
@@ -98,16 +98,16 @@ def make_plan(
     Args:
         llm: the model.
         prompts: prompts in order.
-        name: of the set.
-        count: most prompts, the first that can be taken; None = all.
+        name: name of the set.
+        count: maximum number of prompts; the first ones that the model can take are used. None = all.
         seeds, max_tokens, seed: see `BehaviourPlan`.
     Raises:
         RequestError: the model has no chat template.
-        DataError: no prompt can be taken; gives the reason of the last one.
+        DataError: the model can take no prompt; the message gives the reason for the last one.
     """
     if not has_chat_template(llm):
         raise RequestError(
-            f"{llm.path} has no chat template, which a behaviour test needs; leave it out: --no-behaviour"
+            f"{llm.path} has no chat template, which a behaviour test needs; leave the test out with --no-behaviour"
         )
     dialect = find_dialect(str(llm.tokenizer.chat_template))
     questions: list[Question] = []
@@ -125,7 +125,7 @@ def make_plan(
         ids = llm.encode_filled(text)
         if len(ids) + max_tokens > llm.capacity:
             reasons.append(
-                f"{len(ids)} tokens and an answer of {max_tokens} exceed {llm.capacity}, the most it can hold"
+                f"{len(ids)} tokens and an answer of {max_tokens} tokens exceed the model's limit of {llm.capacity}"
             )
             continue
         began = dialect.begins_thinking(text)
@@ -144,7 +144,7 @@ def make_plan(
 
 
 def sample_answers(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) -> list[Trace]:
-    """Answer every prompt once per seed; answers of the same index have the same seed."""
+    """Answer every prompt once per seed; answers with the same index have the same seed in both models."""
     asked = [(turn * _MOST_PROMPTS + each.number, each) for turn in range(plan.num_seeds) for each in plan.questions]
     params = [
         SamplingParams(
@@ -162,7 +162,7 @@ def sample_answers(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) 
 
 
 def is_loop(trace: Trace) -> bool:
-    """Whether an answer repeats its last tokens, three times at least and over 24 tokens, until it is cut off."""
+    """Whether an answer was cut off while it repeated a sequence, at least three times and over at least 24 tokens."""
     ids, size = trace.token_ids, len(trace.token_ids)
     if trace.ended:
         return False
@@ -182,11 +182,12 @@ def has_other_script(answer: str, prompt: Prompt) -> bool:
 
 
 def _scripts(text: str) -> Counter[str]:
-    """Number of letters by script, as Unicode names it: LATIN, CYRILLIC, CJK, ..."""
+    """Count the letters of each script, keyed by its name in Unicode: LATIN, CYRILLIC, CJK, ..."""
     return Counter(unicodedata.name(each, "?").split()[0] for each in text if each.isalpha())
 
 
-# What is counted, by name: whether more is better, and the count of an answer; None = the prompt is not about it.
+# Rates by name: whether higher is better, and a function that scores an answer; it returns None if the rate does not
+# apply to the prompt.
 Count = Callable[[Dialect, Trace, str], bool | None]
 RATES: dict[str, tuple[bool, Count]] = {
     "unended": (False, lambda dialect, trace, answer: not trace.ended),
@@ -204,11 +205,11 @@ RATES: dict[str, tuple[bool, Count]] = {
 
 
 def measure_rates(plan: BehaviourPlan, traces: Sequence[Trace]) -> tuple[TaskResult, ...]:
-    """Count what the answers do, one result per rate that the prompts are about."""
+    """Return one result per rate that applies to any answer."""
     counted: dict[str, list[SampleRecord]] = {name: [] for name in RATES}
     for trace in traces:
         for name, score in scores(plan, trace).items():
-            # Answers and their lengths once, not with every rate.
+            # Keep answers and their lengths with one rate only.
             kept: dict[str, Any] = {}
             if name == "unended":
                 kept = {"answer_tokens": len(trace.token_ids), "answer": trace.text}
@@ -219,7 +220,7 @@ def measure_rates(plan: BehaviourPlan, traces: Sequence[Trace]) -> tuple[TaskRes
 
 
 def scores(plan: BehaviourPlan, trace: Trace) -> dict[str, bool]:
-    """Return what one answer does, by rate."""
+    """Return the scores of one answer, keyed by rate."""
     answer = plan.dialect.answer(trace.text, is_thinking=trace.question.is_thinking)
     counts = {name: count(plan.dialect, trace, answer) for name, (_, count) in RATES.items()}
     return {name: score for name, score in counts.items() if score is not None}

@@ -1,8 +1,8 @@
-"""Decision margins: how firmly a model takes the decisions of its original, token by token on the original's answers.
+"""Decision margins: how clearly a model prefers the original's token where the original's answers take a decision.
 
 The original answers by itself, then both models score the same tokens (teacher forcing). At tokens that decide what
 happens next, such as the start of a tool call or the end of a turn, the margin is the logit of the original's token
-less that of the best alternative. Margins shrink before likelihoods and benchmarks move: arXiv 2608.06564. KL on these
+minus that of the best alternative. Margins shrink before likelihoods and benchmarks move: arXiv 2608.06564. KL on these
 answers, by position, shows whether errors accumulate while decoding.
 """
 
@@ -43,10 +43,10 @@ class Decision:
     """A token of an answer that decides what happens next.
 
     Args:
-        at: its position in the answer.
+        at: position of the token in the answer.
         kind: a key of `DECISIONS`.
-        same: tokens that mean the same decision, the one in the answer among them.
-        against: if true, the answer decided against the tokens in `same` and holds none of them.
+        same: tokens that mean the same decision; without `against`, the answer's token is one of them.
+        against: whether the answer decided against the tokens in `same`, so that its token is none of them.
     """
 
     at: int
@@ -55,7 +55,7 @@ class Decision:
     against: bool = False
 
     def margin(self, logits: Tensor) -> float:
-        """Largest logit of the tokens that mean this decision, less the largest of all others.
+        """Return the largest logit of the tokens in `same` minus the largest of all others; negated if `against`.
 
         Args:
             logits: (V,) before the token; log-probabilities give the same margin.
@@ -69,8 +69,8 @@ class DecisionFinder:
     """Finds the decisions in the original's answers.
 
     Args:
-        llm: the original, whose tokenizer and end tokens count.
-        dialect: how it writes tool calls and thinking.
+        llm: the original; its tokenizer and end tokens are used.
+        dialect: how the original writes tool calls and thinking.
     """
 
     def __init__(self, llm: LLM, dialect: Dialect) -> None:
@@ -102,13 +102,13 @@ class DecisionFinder:
             decisions.append(Decision(at=len(texts), kind="end", same=tuple({last, *self._ends})))
         first = bisect_right(starts, begin) - 1
         declines = tools and self._start and not spans
-        # The token that ends the turn counts: an answer without a word is without a call too.
+        # The first token may be the end token: an empty answer is an answer without a call, too.
         if declines and first < len(trace.token_ids):
             decisions.append(Decision(at=first, kind="no_tool", same=self._start, against=True))
         return decisions
 
     def _answer(self, trace: Trace, text: str) -> int:
-        """Where the answer begins, after the thinking."""
+        """Return the index in `text` at which the answer begins, after the thinking."""
         return len(text) - len(self._dialect.answer(text, is_thinking=trace.question.is_thinking))
 
     def _of_prompt(
@@ -119,7 +119,7 @@ class DecisionFinder:
         starts: Sequence[int],
         spans: Sequence[tuple[int, int]],
     ) -> Iterator[tuple[str, int]]:
-        """Decisions that follow from what the prompt asks for: brackets and quotes of JSON, options and refusals."""
+        """Yield kind and place in `text` of decisions that the prompt asks for: JSON's marks, options and refusals."""
         expect, begin = trace.question.prompt.expect, self._answer(trace, text)
         if expect.json_ is not None:
             spans = [*spans, (begin, len(text))]
@@ -139,8 +139,8 @@ class ScoredTrace:
     """One answer, scored by both models.
 
     Args:
-        number: of its question.
-        kl, entropy: of each token: KL(original || model), and the entropy of the original's distribution, nats.
+        number: number of the question.
+        kl, entropy: KL(original || model) at each token, and the entropy of the original's distribution there, nats.
         margins: kind and both margins of each decision, the original's first.
     """
 
@@ -157,7 +157,7 @@ def score_traces(
 
     Args:
         llm, original: both models, of the same vocabulary.
-        plan: what the model is asked; its prompts are those of the original unless their templates differ.
+        plan: the model's behaviour test; its prompts equal the original's unless the chat templates differ.
         traces: the original's answers, see `sample_answers`.
         say: callback for progress.
     Raises:
@@ -195,7 +195,7 @@ def _score(finder: DecisionFinder, trace: Trace, reference: Tensor, value: Tenso
         number=trace.question.number,
         kl=tuple(distances(reference, value).kl.tolist()),
         entropy=tuple((-(logs.exp() * logs).nan_to_num().sum(-1)).tolist()),
-        # A token that was drawn against the odds is no decision of the model.
+        # Leave out tokens that sampling drew although the original preferred another.
         margins=tuple(each for each in margins if each[1] > 0),
     )
 
@@ -211,7 +211,7 @@ def compare_behaviour(
 
     Args:
         llm, original: both models.
-        plan: what the model was asked, see `score_traces`.
+        plan: the model's behaviour test; see `score_traces`.
         traces: answers of the original and of the model to the same prompts with the same seeds.
         say: callback for progress.
     """
@@ -244,7 +244,7 @@ def _quarters(values: Sequence[tuple[float, int]]) -> tuple[float | None, ...]:
 
 
 def margin_records(scored: Sequence[ScoredTrace]) -> tuple[MarginRecord, ...]:
-    """Summarize margins by kind. Prompts are the independent items: decisions of one prompt are alike."""
+    """Summarize margins by kind. Prompts are the samples, because decisions of one prompt are not independent."""
     members: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for trace in scored:
         for kind, before, after in trace.margins:
@@ -271,7 +271,7 @@ def _margin_record(kind: str, prompts: Sequence[Sequence[tuple[float, float]]]) 
 
 
 def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace]]) -> tuple[ExampleRecord, ...]:
-    """Answers that lost something, each kind of loss in turn, then those that part earliest."""
+    """Return example answers: those that got worse, each kind of loss in turn, then those that differ earliest."""
     examples: list[tuple[int, int, ExampleRecord]] = []
     seen: dict[str, int] = defaultdict(int)
     answers = {trace.index: trace for trace in traces[1]}
@@ -296,7 +296,7 @@ def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace
 
 
 def _worse(name: str, before: bool) -> bool:
-    """Whether another score than the original's is worse: what was good is lost, or something bad is new."""
+    """Whether a change from score `before` is for the worse: something good is lost, or something bad is new."""
     return before if name in ("right_format", "valid_calls") else not before
 
 

@@ -32,7 +32,7 @@ from quantkit.runtime.vllm_engine import TopLogprobs, VllmLLM
 
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
-_BLOCK_BYTES = 32 << 20  # of logits that are compared at once, of which there are four copies
+_BLOCK_BYTES = 32 << 20  # of logits compared at once; a comparison holds four arrays of this size
 
 Windows = tuple[tuple[int, ...], ...]
 
@@ -114,7 +114,7 @@ def fidelity(
     """
     check_vocabulary(llm, original)
 
-    # Grouped by the original's step and used for both, so that windows stay paired.
+    # Batches that fit the original's step serve both models, so that windows stay paired.
     groups = list(batches(original, windows))
     meter = None if say is None else Meter(say, "groups of windows", [len(group) for group in groups])
 
@@ -168,10 +168,10 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
 def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
     """Compute the logits (T, V) float32 after every token of every window in one batch.
 
-    With a quantized cache, every token takes the decode path: within a prompt the newest keys and values are not
-    quantized, which would hide the error of the cache.
+    With a quantized cache, tokens are computed one by one, as in decoding: a prefill reads its newest keys and values
+    unquantized, which would hide the error of the cache.
     """
-    forget(llm)  # or each batch fills further pages of the cache, for nothing
+    forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
     size = min(max(map(len, windows)), llm.engine.config.token_budget)
     return llm.score(windows, chunk_size=size if llm.kv_type in UNQUANTIZED else 1)
 
@@ -189,7 +189,7 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
         p, q = reference[start : start + rows], value[start : start + rows]
         # log_softmax, not the logarithm of softmax: probabilities that underflow give infinite terms.
         before, after = p.float().log_softmax(-1), q.float().log_softmax(-1)
-        # Never negative but for rounding, which a mean of tiny values would show.
+        # KL is negative only by rounding errors, which would show in a mean of tiny values.
         kl.append((before.exp() * (before - after)).sum(-1).clamp_min(0))
         agrees.append(p.argmax(-1) == q.argmax(-1))
     return Distances(kl=torch.cat(kl), agrees=torch.cat(agrees))
@@ -233,7 +233,7 @@ def divergences(texts: Texts, others: Texts) -> tuple[int | None, ...]:
     return tuple(next((at for at, (a, b) in enumerate(pair) if a != b), None) for pair in pairs)
 
 
-_NOTHING = 1e-6  # log-probabilities are float32, so their sums say nothing of less
+_NOTHING = 1e-6  # smallest probability that sums of float32 log-probabilities can resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,7 +330,7 @@ def bounds(original: TopLogprobs, model: TopLogprobs) -> Bounds:
     rest_p, rest_q = ((1 - mass).clamp_min(0) for mass in (mass_p, mass_q))
     seen = (known * p.exp() * ratio).sum(-1)
     joined = torch.log(rest_p.clamp_min(_NOTHING) / rest_q.clamp_min(_NOTHING))
-    # Tokens that the model does not name are below its last one, so their ratio is at least this.
+    # Tokens outside the model's list are less likely than its last one, so their p / q is at least this.
     worst = torch.maximum(joined, ratio.max(-1).values)
     counts = rest_p > _NOTHING
     return Bounds(

@@ -97,7 +97,7 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None) -> 
     ours, theirs = llm.model, original.model
     if not (isinstance(ours, NativeModel) and isinstance(theirs, NativeModel)):
         raise ModelError(f"{llm.path}: a sensitivity map needs the native backend, but this model uses transformers")
-    # In another arithmetic a swapped group carries rounding of its own into the KL.
+    # In another dtype, a swapped group would add its own rounding to the KL.
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in dtype or layers; load both in the same way")
     sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), ours.config.family.layers, moved)
@@ -112,7 +112,7 @@ def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, i
     if recurrent is not None and ours.config.recurrent[index]:
         mixing = tuple(map(recurrent.name, (*recurrent.inputs, *recurrent.gates)))
         output = recurrent.name("out_proj")
-    # A recurrent layer's property `qkv` is its `inputs`, which are what is set.
+    # In a recurrent layer, `qkv` is a property that returns `inputs`, so the attribute to replace is `inputs`.
     first = "inputs" if mixing is not parts.qkv else "qkv"
     linears = [(mixing, "attention", first), ((output,), "attention", "output")]
     if isinstance(here.mlp, MLP):
@@ -180,12 +180,12 @@ class _Sources:
         """Scale the linear's inputs and outputs to fit the original's modules before and after it."""
         prefix = f"{self.layers}.{index}."
         home = next((group for group in sets if set(names) & set(group.linears)), None)
-        # Where no scales were moved the quantized linear fits as it is.
+        # If no scales were moved, the quantized linear fits unchanged.
         if home is None or self._moved is False:
             return linear
         inputs = None if home.source is None else self._norm_ratio(prefix + home.source)
         if self._moved is None and inputs is None:
-            return linear  # nothing says that anything was moved
+            return linear  # there is no sign that scales were moved
         feeds = {group.source for group in sets}
         source = f"{prefix}{home.source}.weight"
         # A norm stores a vector, a linear a matrix: the shape tells which of them feeds this one.
@@ -213,7 +213,7 @@ class _Sources:
 
     def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:
         """Return the factors (N,) of the outputs."""
-        # Of fused linears only some feed another one, as values of q/k/v do; the others keep their scale.
+        # Of fused linears, some may feed no other linear, e.g. q and k of q/k/v; they keep their scale.
         if not scaled:
             return torch.ones(self.original.info(f"{module}.weight").shape[0])
         weight, target = self._pair(module)

@@ -2,7 +2,7 @@
 
 It behaves like lm-eval's `HFLM` for decoder-only models: the same tokens (trailing spaces of a context belong to the
 continuation; BOS as the tokenizer or `add_bos_token` says), the same truncation from the left and the same end of an
-answer. Module `run` runs tasks. Importing this module needs lm-eval, which quantkit[eval] installs.
+answer. Module `lm_eval_run` runs tasks. Importing this module needs lm-eval, which quantkit[eval] installs.
 
     lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
 """
@@ -43,7 +43,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             choose, because it does not pad and gains nothing from a smaller number.
         max_batch_size: ignored; the engine's limits apply.
         add_bos_token: whether texts begin with BOS; None = as the tokenizer does.
-        prefix_token_id: token that precedes a text without context; None = BOS, or EOS without a BOS.
+        prefix_token_id: token that precedes a text without context; None = BOS, or EOS if there is no BOS.
         chat_template_args: further variables of the chat template.
         settings: keywords of `LLM`: dtype, device, kv_cache, max_length, threads, ...
     Raises:
@@ -75,7 +75,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         self.tokenizer = self.llm.tokenizer
         self.add_bos_token = add_bos_token
         self.batch_size = self.llm.engine.config.max_sequences
-        self.say: Callable[[str], None] | None = None  # told how many requests were answered
+        self.say: Callable[[str], None] | None = None  # callback for progress
         self._prefix_token_id = prefix_token_id
         self._chat_template_args = chat_template_args or {}
         self._device = self.llm.device
@@ -154,7 +154,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         with_context = [pair for pair in pairs if pair[0]]
         encoded = dict(zip(with_context, self._encode_pairs(with_context), strict=True))
         alone = [pair for pair in pairs if not pair[0]]
-        prefix = [self.prefix_token_id]  # stands before a text without context, unless that begins with it
+        prefix = [self.prefix_token_id]  # precedes a text without context, unless the text begins with it
         for pair, ids in zip(alone, self._tokenize([text for _, text in alone], False), strict=True):
             encoded[pair] = prefix, ids[1:] if ids[:1] == prefix else ids
         return self._loglikelihood_tokens([(pair, *encoded[pair]) for pair in pairs])
@@ -201,7 +201,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return self._remembered("loglikelihood_rolling", [request.args[:1] for request in requests], answers)
 
     def _windows(self, ids: Tokens) -> list[tuple[Tokens, Tokens]]:
-        # As HFLM: windows are disjoint but for the one token that each is conditioned on.
+        # As HFLM: windows are disjoint, except for the one token that each is conditioned on.
         rolling = get_rolling_token_windows(
             token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
         )
@@ -211,7 +211,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         """Generate a text for each request up to a stop text, in one continuous batch."""
         generations = [_Generation(dict(request.args[1]), self) for request in requests]
         prompts = self._encode([request.args[0] for request in requests])
-        # As HFLM from the left: the question stands at the end of a prompt.
+        # As HFLM, truncate from the left, because the question is at the end of a prompt.
         kept = [ids[-(self.max_length - each.max_tokens) :] for ids, each in zip(prompts, generations, strict=True)]
         completions = generate_in_turns(self.llm, kept, [each.params for each in generations], say=self.say)
         texts = [self.tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in completions]
@@ -247,7 +247,7 @@ class _Generation:
             stop=tuple(filter(None, given["until"])),
             **{name: given[name] for name in drawn if given.get(name) is not None},
         )
-        # As HFLM the text of EOS stops too; the engine needs no such text, since it ends at the token itself.
+        # As with HFLM, the text of EOS ends an answer too; the engine itself stops at the token.
         self.stops = handle_stop_sequences(given["until"], eos=model.tokenizer.decode(model.eot_token_id))
 
     def cut(self, text: str) -> str:
@@ -264,12 +264,12 @@ def make_vllm_model(llm: VllmLLM, *, add_bos_token: bool | None) -> Any:
     """
     known = importlib.metadata.version
     number = import_vllm().__version__
-    # The module asks for the version of a package called vllm; builds for CPUs have other names.
+    # lm-eval's module asks for the version of the package `vllm`; builds for CPUs have other names.
     with patch("importlib.metadata.version", lambda name: number if name == "vllm" else known(name)):
         from lm_eval.models import vllm_causallms
-    # Its class loads an engine of its own, and two do not fit beside each other on a GPU.
+    # lm-eval's class would load a second engine, and two do not fit on a GPU.
     with patch.object(vllm_causallms, "LLM", lambda **_: llm.vllm):
         model = vllm_causallms.VLLM(str(llm.path), add_bos_token=add_bos_token)
-    # Not "auto": then it lets vLLM draw its bars, and progress is told by ours.
+    # Not "auto", with which lm-eval lets vLLM draw its own progress bars.
     model.batch_size = llm.config.scheduler_config.max_num_seqs
     return model

@@ -67,7 +67,7 @@ def run_tasks(
         loaded = load_tasks(asked.tasks, options)
         model: Any = _language_model(llm, options, say)
         results = _simple_evaluate(model, loaded, asked.limit, options, seed)
-    # Lengths of answers without BOS: special tokens were not generated.
+    # Count the tokens of answers without BOS, because the model did not generate special tokens.
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
 
 
@@ -208,7 +208,7 @@ def _sample(task: str, row: Mapping[str, Any], count_tokens: Callable[[str], int
 
 
 def _is_number(value: Any) -> bool:
-    # By the name of the module, so that NumPy need not be imported; an array has a shape and is no number.
+    # Compare the module's name, so that NumPy need not be imported. An array has a shape and is not a number.
     if type(value).__module__ == "numpy":
         return getattr(value, "shape", None) == ()
     return isinstance(value, bool | int | float)

@@ -18,7 +18,7 @@ from quantkit.runtime.vllm_engine import VllmLLM
 from quantkit.safety.untrusted import read_object
 
 MAX_SEQUENCES, TOKEN_BUDGET, PAGE_SIZE = 64, 1024, 16
-_LOGIT_BYTES, _LEAST_BUDGET = 256 << 20, 256  # of a step's logits in float32; tokens that keep a CPU busy
+_LOGIT_BYTES, _LEAST_BUDGET = 256 << 20, 256  # limit of a step's float32 logits; tokens that keep a CPU busy
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")
 
 Evaluated = LLM | VllmLLM
@@ -40,7 +40,7 @@ def load_llm(path: str | None = None, **settings: Any) -> LLM:
         given["threads"] = _threads(given.get("threads"))
     sequences = given.get("max_sequences", MAX_SEQUENCES)
     budget = _token_budget(resolve(path), sequences) if on_cpu else TOKEN_BUDGET
-    # Scales of quantized keys may be per page, so there the page is the one that serving uses.
+    # Quantized keys may have one scale per page, so a quantized cache keeps the page size of serving.
     asked = given.get("kv_cache", "auto")
     # `auto` is whatever the checkpoint declares, which may be a quantized cache.
     quantized = asked not in UNQUANTIZED or (asked == "auto" and path is not None and follows_checkpoint(resolve(path)))
@@ -58,7 +58,7 @@ def _token_budget(path: Path, sequences: int) -> int:
     """
     try:
         config, _, _ = read_headers(CheckpointReader(path))
-    except NotNative:  # how many logits there are then is known to transformers
+    except NotNative:  # only transformers knows the number of logits of such a model
         return TOKEN_BUDGET
     fitting = _LOGIT_BYTES // (4 * config.vocab_size) // 64 * 64
     return max(_LEAST_BUDGET, sequences, min(TOKEN_BUDGET, fitting))

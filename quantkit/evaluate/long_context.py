@@ -102,7 +102,7 @@ def _needles(
 
 def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) -> TaskResult:
     """Generate all answers and score them."""
-    # A fact ends at the first punctuation, so generating further only takes time.
+    # The answer is complete at the first punctuation mark, so generating more would only take time.
     params = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
     completions = generate_in_turns(llm, [needle.prompt for needle in needles], [params] * len(needles), say=say)
     records = tuple(
@@ -110,7 +110,7 @@ def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) 
             task=task,
             index=index,
             scores={"acc": float(completion.text.strip().startswith(needle.answer)), "depth": needle.depth},
-            answer_tokens=None,  # cut off as soon as it is known whether it is right
+            answer_tokens=None,  # the stop texts cut the answer off
             item_hash=hashlib.sha256(needle.prompt.encode()).hexdigest(),
             answer=completion.text,
         )
@@ -167,7 +167,7 @@ def ledger_writer(items: Path) -> Writer:
 
     def write(rng: random.Random, depth: float, fits: Callable[[str], bool]) -> Needle:
         pairs = rng.sample(rng.choice(ledgers), LEDGER_PAIRS)
-        # One pair is answered in the question, which shows the form of an answer; the other is asked for.
+        # The question answers one pair, which shows the form of an answer, and asks for the other.
         shown, asked = rng.sample(pairs, 2)
         key, answer = asked.split(" ", 1)
         filler = rng.sample(clauses, len(clauses))

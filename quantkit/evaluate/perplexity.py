@@ -112,7 +112,7 @@ def cut_windows(ids: Sequence[int], *, num_text: int, stride: int, bos: tuple[in
 def adds_bos(tokenizer: Any) -> bool:
     """Whether a tokenizer adds BOS before texts."""
     bos = getattr(tokenizer, "bos_token_id", None)
-    # By trying: what the tokenizer puts in front is decided by more than the flags of its configuration.
+    # Try it, because more than the flags of its configuration decides what a tokenizer puts in front.
     return bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos]
 
 

@@ -1,6 +1,6 @@
-"""Chat prompts of a behaviour test: the bundled set or a user's file, and whether an answer has the asked-for form.
+"""Chat prompts of a behaviour test, from the bundled set or a user's file, and checks of the form of an answer.
 
-A file has one JSON object on each line: `messages`, and where they apply `tools` (OpenAI's form), `kind` (a name for
+Each line of a file is a JSON object with `messages` and, if they apply, `tools` (OpenAI's form), `kind` (a name for
 groups of prompts) and `expect`, the form that the prompt asks for. evals/behaviour/make_prompts.py writes the bundled
 set.
 """
@@ -32,12 +32,12 @@ Schema = dict[str, Any]
 
 
 def _check_schema(schema: Any) -> Any:
-    """Refuse what is no JSON schema as far as `fits_schema` reads one."""
+    """Raise ValueError unless a value is a JSON schema, as far as `fits_schema` uses its keywords."""
     if not isinstance(schema, dict):
-        raise ValueError(f"{shorten(schema)} is no JSON schema, which is an object")
+        raise ValueError(f"{shorten(schema)} is not a JSON schema; a schema is an object")
     for kind in _as_list(schema.get("type", [])):
         if not isinstance(kind, str) or kind not in _TYPES:
-            raise ValueError(f"{shorten(kind)} is no type of a JSON schema; there are: {', '.join(_TYPES)}")
+            raise ValueError(f"{shorten(kind)} is not a type of JSON schema; the types are: {', '.join(_TYPES)}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if (
         not isinstance(properties, dict)
@@ -72,7 +72,7 @@ class Tool(_Strict):
 
 
 class Message(_Strict):
-    """A message; roles as in OpenAI's chats, further keys such as `tool_calls` are the template's."""
+    """A message with one of OpenAI's roles; further keys, such as `tool_calls`, go to the chat template."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     role: Literal["system", "user", "assistant", "tool"]
@@ -83,13 +83,13 @@ class Expect(_Strict):
     """The form of a right answer.
 
     Args:
-        calls: names of tools that must be called; empty = none may be.
+        calls: names of tools that must be called; empty = no tool may be called.
         json_: keys of a JSON object that is the whole answer.
-        csv_: columns of every line of CSV.
+        csv_: number of columns in every line of CSV.
         items: number of lines that begin with a dash, a star or a number.
-        line: beginning of one line of the answer.
-        options: texts of which the answer is one.
-        refusal: whether the request should be refused, which is a decision but no form.
+        line: text with which a line of the answer must begin.
+        options: texts one of which is the whole answer.
+        refusal: whether the model should refuse the request; `is_met` does not check it.
     """
 
     calls: list[str] | None = None
@@ -101,7 +101,7 @@ class Expect(_Strict):
     refusal: bool = False
 
     def is_met(self, answer: str) -> bool | None:
-        """Whether an answer has the form; None where none is asked for."""
+        """Whether an answer has the form; None if no form is requested."""
         text = answer.strip()
         if self.json_ is not None:
             try:
@@ -130,7 +130,7 @@ class Prompt(_Strict):
         messages: a conversation that ends before the answer.
         tools: functions that the model may call.
         kind: name of a group of prompts.
-        expect: the asked-for form.
+        expect: form that a right answer has; see `Expect`.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -154,7 +154,7 @@ class Prompt(_Strict):
         return self.messages[-1].content or ""
 
     def is_valid(self, calls: list[Call | None]) -> bool:
-        """Whether all calls are to tools that exist, with arguments that hold their schemas, and those asked for."""
+        """Whether all calls name existing tools and fit their schemas, and all expected tools are called."""
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         good = [call for call in calls if call and call[0] in schemas and fits_schema(call[1], schemas[call[0]])]
         expected = self.expect.calls
@@ -163,18 +163,18 @@ class Prompt(_Strict):
 
 
 def without_fence(text: str) -> str:
-    """Return what is between the fences of a code block, if the text is one."""
+    """Return the content of a fenced code block, or the text itself if it is not one."""
     first, _, rest = text.partition("\n")
     return rest.removesuffix("```").strip() if first.startswith("```") and rest.endswith("```") else text
 
 
 def fits_schema(value: Any, schema: Schema) -> bool:
-    """Whether a value holds a JSON schema: type, enum, properties, required, items and additionalProperties: false.
+    """Whether a value fits a JSON schema: type, enum, properties, required, items and additionalProperties: false.
 
-    Other keywords are ignored: a call that breaks only those counts as valid.
+    Other keywords are ignored, so a call that violates only those counts as valid.
     """
     kinds = _as_list(schema.get("type", []))
-    # To Python a flag is an integer; to JSON it is none.
+    # In Python a boolean is an integer, in JSON it is not.
     if kinds and not any(
         isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool)) for kind in kinds
     ):
@@ -202,7 +202,7 @@ def read_prompts(path: Path | None = None) -> tuple[Prompt, ...]:
     Args:
         path: a .jsonl file; None = the bundled set.
     Raises:
-        DataError: the file cannot be read or is empty, or a line is no prompt; names the line.
+        DataError: the file cannot be read or is empty, or a line is not a prompt; the message names the line.
     """
     path = path or BUNDLED
     prompts = []

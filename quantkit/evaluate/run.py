@@ -55,7 +55,7 @@ def evaluate(
         llm: model from `loading.load_llm`, or another loaded model.
         options: options of the evaluation; None = the suite `quick`.
         progress: callback for lines of progress.
-        traces: the model's answers to the behaviour test, if it has answered; None = it is asked here.
+        traces: the model's answers to the behaviour test, if it has already answered; None = let it answer now.
         asked_for: fields of `EvaluationOptions` that override `options`.
     Raises:
         DataError: there is nothing to evaluate, a task or text is not available, or lm-eval is missing.
@@ -88,10 +88,10 @@ def evaluate(
 
 
 def behaviour_plan(llm: Evaluated, options: EvaluationOptions) -> BehaviourPlan | None:
-    """Return the behaviour test that is asked for; None if there is none, or the suite's does not fit the model.
+    """Return the requested behaviour test; None if there is none, or the suite's does not fit the model.
 
     Raises:
-        RequestError: a test is asked for by option, and the model has no chat template.
+        RequestError: an option requests a test, but the model has no chat template.
         DataError: the prompts cannot be read, or the model can take none of them.
     """
     asked, seed, _ = questions_for(llm, options)
@@ -111,7 +111,7 @@ def behaviour_plan(llm: Evaluated, options: EvaluationOptions) -> BehaviourPlan 
 
 
 def answer_prompts(llm: Evaluated, plan: BehaviourPlan, say: Progress) -> list[Trace]:
-    """Let a model answer the prompts of a behaviour test, and tell progress."""
+    """Let a model answer the prompts of a behaviour test, and report progress."""
     subject = f"behaviour, {len(plan.questions)} prompts, {plan.num_seeds} answers each"
     say(subject)
     return sample_answers(llm, plan, lambda line: say(f"{subject}: {line}"))

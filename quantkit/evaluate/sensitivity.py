@@ -33,12 +33,12 @@ from quantkit.results.gates import METRICS
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.model import NativeModel
 
-States = list[tuple[Tensor, Tensor | None]]  # what enters a block at each step of the engine
-Forms = tuple[tuple[FusedGroup, ...], ...]  # the groups of each layer that are not the original's
+States = list[tuple[Tensor, Tensor | None]]  # inputs of a block at each step of the engine
+Forms = tuple[tuple[FusedGroup, ...], ...]  # the quantized groups of each layer
 
 
 class Replay:
-    """Cache of one layer's inputs, so that a measurement does not rerun the layers it shares with the last. *Mutable*.
+    """Cache of one layer's inputs. A measurement skips the layers that it shares with the previous one. *Mutable*.
 
     Successive measurements share all layers before the quantized group, half of the work on average. Only models of the
     native backend on a CPU are cached; others run in full.
@@ -50,12 +50,12 @@ class Replay:
     def __init__(self, llm: LLM) -> None:
         self._model = llm.model if isinstance(llm.model, NativeModel) and llm.model.device.type == "cpu" else None
         self._last: Forms = ()
-        self._kept: Forms = ()  # of the layers before the one that `_states` enter
+        self._kept: Forms = ()  # forms of the layers before the one whose inputs are `_states`
         self._states: States = []
 
     @contextmanager
     def start(self, groups: Sequence[FusedGroup]) -> Iterator[None]:
-        """Run one measurement inside the block, without the layers it shares with the last one.
+        """Run one measurement inside the block, without the layers that it shares with the previous one.
 
         Args:
             groups: groups that are quantized in this measurement.
@@ -66,7 +66,7 @@ class Replay:
         blocks = self._model.blocks
         forms = tuple(tuple(group for group in groups if group.layer == index) for index in range(len(blocks)))
         first = len(self._kept) if self._kept == forms[: len(self._kept)] else 0
-        # Where this measurement parts from the last, the next one will part from it, or later.
+        # The next measurement differs from this one no earlier than this one differs from the last.
         parting = next((i for i, (a, b) in enumerate(zip(self._last, forms, strict=False)) if a != b), len(self._last))
         recorded: States = []
         running: list[Any] = [_Replayed(self._states), *blocks[first:]] if first else list(blocks)
@@ -108,13 +108,13 @@ class _Replayed:
 
 
 def _copied(x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    # Kernels may write into what they are given.
+    # Kernels may write into their inputs.
     return x.clone(), None if pending is None else pending.clone()
 
 
 MAX_TOKENS = 4096
-REFERENCE_BYTES = 1 << 29  # of the original's logits, which every group is compared with
-MARGIN = 0.8  # of a goal that a proposal may use up: it is measured on other text, and compressed anew
+REFERENCE_BYTES = 1 << 29  # maximum for the original's logits, with which every group is compared
+MARGIN = 0.8  # share of a goal that a proposal may use, because it will be compressed anew and measured on other text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +172,7 @@ def sensitivity_map(
         progress(f"sensitivity map: group {number + 1} of {len(groups)}, layer {group.layer} {group.name}")
         return probe.measure([group]).mean
 
-    # Neighbours to one rank: what runs before both of them is run once.
+    # Give neighbouring groups to one rank, which runs the layers before both of them only once.
     owners = [number * world() // len(groups) for number in range(len(groups))]
     kls = share_out(range(len(groups)), measure, owners=owners)
     records = tuple(
@@ -213,9 +213,9 @@ def propose(
         The proposal; None if all groups would have to be ignored.
     """
     gain = {group: record.kl for group, record in zip(groups, measured.records, strict=True)}
-    # Greedy, as for a knapsack: what a group mends for each byte that it costs.
+    # Greedy, as for a knapsack: first the groups that reduce KL most per additional byte.
     order = sorted(groups, key=lambda group: gain[group] / max(1, _extra_bytes(group)), reverse=True)
-    # The parts seldom add up exactly; the whole is taken to shrink in proportion to their sum.
+    # The groups' KL seldom adds up to the total, so the total is assumed to shrink in proportion to the sum.
     scale = measured.total_kl / measured.sum_kl if measured.sum_kl > 0 else 1.0
     rest = measured.sum_kl
     # Without the last group: a model that ignores every group is not compressed.
@@ -273,7 +273,7 @@ class Probe:
 
     def __init__(self, original: LLM, windows: Windows) -> None:
         self._original, self._groups, self._replay = original, list(batches(original, windows)), Replay(original)
-        # Kept, because every group is compared with it: computing it anew doubles the passes.
+        # Kept, because every group is compared with it, and recomputing it would double the passes.
         self._reference: list[list[Tensor]] = [window_logits(original, group) for group in self._groups]
 
     def measure(self, groups: list[FusedGroup]) -> Distances:

@@ -62,9 +62,9 @@ class Behaviour(_Part):
     """Sampled behaviour of chat models, and margins of their decisions.
 
     Args:
-        prompts: how many, from the beginning of the set; None = all.
-        seeds: answers to each prompt.
-        max_tokens: most tokens of an answer.
+        prompts: number of prompts, from the beginning of the set; None = all.
+        seeds: number of answers to each prompt.
+        max_tokens: maximum number of tokens of an answer.
     """
 
     prompts: Count | None = None
@@ -139,7 +139,7 @@ def load_suite(name: str) -> Suite:
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"
-# The bundled text in place of one that is not there; calibrations read it too.
+# The bundled text that replaces a missing one; calibration uses it too.
 GENERAL = "general.txt (calibration text)"
 
 
@@ -170,7 +170,7 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
         DataError: there is no such file, or it is not UTF-8 text.
     """
     texts: list[str] = []
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # a name that no file can have, or of nobody's home
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # no file can have this name, or `~user` is unknown
         bundled = {"demo": bundled_folder("tasks") / LEDGER_TEXT, GENERAL: GENERAL_TEXT}
         path = bundled.get(name) or Path(name).expanduser()
         # glob raises for an absolute pattern instead of finding nothing.
@@ -191,7 +191,7 @@ def available_text(name: str, folders: Sequence[Path]) -> str:
 
 
 def questions_for(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict[str, str]]:
-    """Return the tasks and texts for this model (suite and options combined), the seed, and omissions of the engine."""
+    """Return the tasks and texts for this model (suite and options combined), the seed, and notes on omissions."""
     suite = None if options.suite is None else load_suite(options.suite)
     part = Asked() if suite is None else suite.part(speaks_demo(llm))
     read: dict[str, Any] = {"window": options.window, "stride": options.stride, "through": options.through}
@@ -220,10 +220,13 @@ def questions_for(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, in
 
 
 def _behaviour_part(part: Asked, options: EvaluationOptions) -> Behaviour | None:
-    """The suite's test; one of all prompts where an option asks for it; none where it is switched off."""
+    """Return the behaviour test: the suite's, or, if only an option asks for one, a test with all prompts.
+
+    None if the test is switched off, or if neither the suite nor an option asks for one.
+    """
     if options.behaviour is False:
         return None
-    if options.prompts is not None:  # the user's own are all asked
+    if options.prompts is not None:  # use all of the user's own prompts
         return (part.behaviour or Behaviour()).model_copy(update={"prompts": None})
     return part.behaviour or (Behaviour() if options.behaviour else None)
 
@@ -252,7 +255,7 @@ def check_tasks(names: Sequence[str], options: EvaluationOptions) -> dict[str, d
     """Check everything about task names that needs neither lm-eval nor a model.
 
     Returns:
-        By name, in order: the definition of a shipped task; None for other tasks.
+        Definitions of shipped tasks, None for other tasks; keyed by name, in order.
     Raises:
         DataError: a folder does not exist, or the items of a shipped task are missing.
     """
@@ -337,7 +340,7 @@ def _load_foreign(names: list[str], options: EvaluationOptions) -> list[Any]:
         if name not in manager.all_tasks:
             hint = suggestion(name, [*ours, "demo", *manager.all_tasks])
             raise DataError(
-                f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's tasks, docs/evaluate.md ours"
+                f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's tasks, docs/evaluate.md quantkit's"
             )
     return [task for name in names for task in _load(manager, name, ours)]
 

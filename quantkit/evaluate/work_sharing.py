@@ -17,10 +17,10 @@ from quantkit.quantities import elapsed
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText
 
-_LINES, _PAUSE_S = 20, 2.0  # about the progress of a job, at most; seconds between two of them, at least
-_PARTS = 4  # batches come in fours, so that two and four ranks have equally much to do
-# Of a batch, at least where there is so much, and at most: tokens of prompts that are computed as wholes, in a few
-# steps of the engine; rows that are computed token by token, of which few take nearly as long as many.
+_LINES, _PAUSE_S = 20, 2.0  # maximum progress lines per job; minimum seconds between two lines
+_PARTS = 4  # the number of batches is a multiple of it, so that two or four ranks get equal work
+# Minimum and maximum size of a batch: tokens of prompts in prefill; texts scored token by token, and answers generated,
+# of which a few take nearly as long as many.
 _TOKENS, _SCORED, _GENERATED = (1024, 4096), (8, 32), (16, 64)
 
 
@@ -72,7 +72,7 @@ def score_in_turns(
     if not isinstance(llm, LLM):  # vLLM, which is no part of a distributed run
         meter = Meter(say, items, [len(text.ids) for text in texts]) if say and texts else None
         return llm.score_tokens(texts, chunk_size=chunk_size, progress=_counted(meter, 0))
-    # As the engine sorts them: neighbours share their beginnings, which a batch computes once.
+    # Sorted as in the engine: neighbours share their beginnings, which a batch computes only once.
     order = sorted(range(len(texts)), key=lambda number: texts[number].ids)
     weights = [1] * len(texts) if chunk_size == 1 else _new_tokens([texts[number].ids for number in order])
     batches = cut(weights, *(_SCORED if chunk_size == 1 else _TOKENS))
@@ -135,7 +135,7 @@ def cut(weights: Sequence[int], least: int, most: int) -> list[range]:
     """
     total = sum(weights)
     count = min(len(weights), max(1, total // least), _PARTS * -(-total // (_PARTS * most)))
-    # An item belongs to the batch in which its middle lies, one without weight to that of the item before.
+    # An item belongs to the batch that contains its midpoint; without weight, to the batch of the item before it.
     ends = zip(accumulate(weights), weights, strict=True)
     owners = [min(count - 1, (2 * end - weight - 1) * count // (2 * total)) for end, weight in ends]
     starts = [at for at, owner in enumerate(owners) if at == 0 or owner != owners[at - 1]]
@@ -155,5 +155,5 @@ def forget(llm: Evaluated) -> None:
     """Clear the prefix cache of an idle model; vLLM keeps its cache."""
     if isinstance(llm, LLM):
         llm.engine.pool.forget()
-        # Kept scores, a few bytes each, lie between freed logits, which would take ever more memory otherwise.
+        # Kept scores are small and lie between freed logits; without this, the process would keep ever more memory.
         release_freed_memory()

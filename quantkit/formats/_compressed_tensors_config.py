@@ -31,18 +31,18 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
     classes before it splits its fused modules (qkv_proj), so a class target would also match modules of other groups.
 
     Args:
-        linears: scheme of each quantized linear by full module name.
+        linears: scheme of each quantized linear, keyed by full module name.
         ignored: full names of linears that are not quantized.
     Raises:
         SchemeError: compressed-tensors cannot hold one of the schemes, or its loaders do not support the combination.
     """
     members: dict[LinearScheme, list[str]] = {}
-    # Experts first: transformers decodes those by the first group when none names a class or an expression.
+    # Experts first: if no group targets a class or an expression, transformers decodes experts with the first group.
     for name, scheme in sorted(linears.items(), key=lambda item: ".experts." not in item[0]):
         members.setdefault(scheme, []).append(name)
     has_zero_points = any(not scheme.weight.symmetric for scheme in members)
     if len(members) > 1 and has_zero_points:
-        # Whatever wrote it, transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read it; see below.
+        # transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read such files, whoever wrote them; see below.
         raise SchemeError(
             "transformers cannot load weights with zero points together with weights of another scheme; set "
             "weights.symmetric=true, or give all linears one scheme (ignoring some is fine), or set format=dense"
@@ -52,9 +52,9 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
         for number, (scheme, names) in enumerate(members.items())
     }
     layouts = sorted({find_layout(scheme) for scheme in members})
-    # transformers 5 sets the model up without data, where the library does not pack the zero points, and then finds
-    # shapes that differ. Asked to decode while loading it does not come that way, but decodes every module by the
-    # first scheme. vLLM reads its fields by name and not this one.
+    # transformers 5 creates the model without data. The library then does not pack the zero points, so their shapes
+    # differ from those in the file. With `dequantize`, transformers skips this step, but decodes every module with the
+    # first scheme. vLLM does not read `dequantize`.
     decode = {"dequantize": True} if has_zero_points else {}
     return _section(groups, layouts[0] if len(layouts) == 1 else MIXED, ignored, **decode)
 
@@ -73,7 +73,7 @@ def _section(
         config_groups=groups, format=layout, quantization_status="compressed", ignore=list(ignored)
     )
     fields = config.model_dump(mode="json")
-    # Known to newer versions only and without meaning here, so older readers need not meet it.
+    # Only newer versions know this field, and it means nothing here, so older readers need not see it.
     fields.pop("moe_sparsity_config", None)
     return {**fields, **decode, "version": library_version(), "sparsity_config": {}, "transform_config": {}}
 
@@ -102,13 +102,13 @@ def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
     if not targets:
         raise SchemeError("quantization_config has no config_groups with targets, so the storage of weights is unknown")
     default = targets.pop(_LINEAR, None)
-    # The class "Linear" is missing here: what no target names is not quantized.
+    # No target is the class "Linear", so modules that no target names are not quantized.
     rules = [] if default is not None else [Rule(pattern="*", linear=None)]
     for target in sorted(targets, key=lambda name: (name.startswith("re:"), name), reverse=True):
         if "." not in target and target[:1].isupper():
             raise SchemeError(f"quantization_config targets class {target!r}; the only supported class is {_LINEAR!r}")
         rules.append(Rule(pattern=_pattern(target), linear=targets[target]))
-    # What is ignored is ignored whatever targets it, and our last rule wins.
+    # An ignored module is not quantized even if a target matches it. The last rule wins, so these come last.
     rules += [Rule(pattern=_pattern(name), linear=None) for name in parsed.ignore or ()]
     # A default of None would say that weights are not quantized at all; the rules already ignore every other name.
     return Scheme(default=default or next(iter(targets.values())), rules=tuple(rules))
@@ -124,7 +124,7 @@ def _group(scheme: LinearScheme, targets: list[str]) -> QuantizationScheme:
         kind = {"strategy": "block", "block_structure": [weight.block_rows, weight.group_size]}
     arguments = None
     if inputs is not None:
-        # Of two levels of scales the global one is calibrated, the others are not.
+        # With two levels of scales, only the global one is calibrated.
         dynamic = "local" if inputs.dtype.scale == "e4m3" else inputs.dynamic
         arguments = _arguments(
             inputs.dtype, dynamic=dynamic, **_granularity(inputs.dtype, inputs.group_size, inputs.granularity)
@@ -196,7 +196,7 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
     """Convert a config group to a `LinearScheme`.
 
     Raises:
-        SchemeError: no `LinearScheme` describes the group; names the group and the unsupported setting.
+        SchemeError: no `LinearScheme` describes the group; the message names the group and the unsupported setting.
     """
     weights, inputs = group.weights, group.input_activations
     if weights is None or group.output_activations is not None:
@@ -219,7 +219,7 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
         dtype=_dtype(name, weights), group_size=group_size, symmetric=weights.symmetric, block_rows=rows
     )
     scheme = LinearScheme(weight=weight, activation=None if inputs is None else _activation(name, inputs))
-    # Asked for its refusal: what no format holds cannot be decoded either.
+    # Called for its error: a scheme that no format holds cannot be decoded either.
     find_layout(scheme)
     return scheme
 
@@ -246,7 +246,7 @@ def _activation(name: str, inputs: QuantizationArgs) -> ActivationScheme:
 
 def _dtype(name: str, args: QuantizationArgs) -> DType:
     kind, bits = _plain(args.type), args.num_bits
-    for dtype in reversed(DTYPES.values()):  # types with groups of their own come last
+    for dtype in reversed(DTYPES.values()):  # types that fix their group size come last
         if (dtype.kind, dtype.bits) != (kind, bits):
             continue
         # FP4 types differ by their groups; FP8 in groups is MXFP8 only if its scales are exponents.

@@ -32,7 +32,7 @@ MICROSCALING = {
     MXFP4.name: "mxfp4-pack-quantized",
     MXFP8.name: "mxfp8-quantized",
 }
-MIXED = "mixed-precision"  # several of them in one checkpoint
+MIXED = "mixed-precision"  # several of these formats in one checkpoint
 READABLE = (PACKED, INTEGER, FLOAT, "naive-quantized", MIXED, *MICROSCALING.values())
 _DENSE_PACKING_SINCE = "0.18"
 
@@ -51,7 +51,7 @@ def find_layout(scheme: LinearScheme) -> str:
     if activation is None:
         return PACKED
     four_bits = weight.dtype == INT4 and weight.symmetric and weight.block_rows == 1
-    # Each pair has the layout that its kernels read: words beside FP8 inputs, a byte per code beside INT8 ones.
+    # Kernels for FP8 inputs read codes packed into words; kernels for INT8 inputs read one code per byte.
     if four_bits and activation == ActivationScheme(dtype=FP8):
         return PACKED
     eight_bits = weight.dtype == INT8 and weight.group_size is None and weight.symmetric
@@ -163,5 +163,5 @@ def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...
     if experts.reason != others.reason:
         return (f"{experts.engine} {experts.release}: {experts.reason}; quantkit's own LLM reads them",)
     if len(schemes) > 1:
-        return ("transformers decodes all experts by one scheme, but these have several; vLLM supports several",)
+        return ("transformers decodes all experts with one scheme, but these experts have several; vLLM supports that",)
     return ()

@@ -59,7 +59,7 @@ def unpack_words(words: Tensor, bits: int, offset: int = 0, width: int | None = 
     for row in range(0, rows, step):
         some = words[row : row + step]
         unpacked = (_unpack if 8 % bits else _unpack_bytes)(some, bits) - offset
-        # Of bytes, the difference is modulo 256: as signed numbers they are right.
+        # The difference of bytes wraps modulo 256; read as signed numbers, it is right.
         values[row : row + step] = (unpacked.view(torch.int8) if offset else unpacked)[:, :width]
     return values
 

@@ -30,7 +30,7 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
     """Decode an nvfp4, mxfp4 or mxfp8 weight; the returned scales are float32.
 
     Args:
-        tensors: tensors of one linear, by local name.
+        tensors: tensors of one linear, keyed by local name.
         scheme: scheme of its weight.
     Raises:
         CheckpointError: a tensor is missing or has the wrong dtype or shape.
@@ -80,11 +80,11 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
 def with_scales(
     codes: Tensor, tensors: Mapping[str, Tensor], scheme: WeightScheme, scale_name: str = "weight_scale"
 ) -> QuantizedTensor:
-    """Combine codes and stored scales to a symmetric weight with one scale per tensor or per block.
+    """Combine codes and stored scales into a symmetric weight with one scale per tensor or per block.
 
     Args:
         codes: (N, K).
-        tensors: tensors of the linear, by local name.
+        tensors: tensors of the linear, keyed by local name.
         scheme: scheme of its weight; a block has `block_rows` x `group_size` weights.
         scale_name: name of the scale tensor.
     Returns:
@@ -94,14 +94,14 @@ def with_scales(
         CheckpointError: the scales are missing or have the wrong shape.
     """
     rows, width = codes.shape
-    # Blocks may end in a narrower one; groups of a row may not, and `group_width` refuses them.
+    # The last block of a row may be narrower. The last group of a row may not: `group_width` refuses that.
     size = scheme.group_width(width) if scheme.block_rows == 1 else scheme.group_size or width
     if scheme.block_rows is None:
         scale = take_one(tensors, scale_name).expand(rows, 1)
     else:
         scale = take(tensors, scale_name, (math.ceil(rows / scheme.block_rows), math.ceil(width / size)))
         scale = scale.repeat_interleave(min(scheme.block_rows, rows), dim=0)[:rows]
-    # With a narrower last block no view has groups of one size; an index has.
+    # If the last block is narrower, groups are not a view of the row, so an index tells each input's group.
     index = None if width % size == 0 else torch.arange(width) // size
     return QuantizedTensor(codes=codes, scale=scale.contiguous(), zero_point=None, scheme=scheme, group_index=index)
 
@@ -128,7 +128,7 @@ def pack_fp4(codes: Tensor) -> Tensor:
 def fp4_indices(codes: Tensor) -> Tensor:
     """Convert FP4 values of any shape to uint8 nibbles: sign bit, then the index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     bits = codes.to(torch.float8_e4m3fn).view(torch.uint8)
-    # From 1 on neighbours are 4 apart as E4M3, which has two more bits of mantissa; 0.5 is 8 below 1.
+    # E4M3 has two more mantissa bits: there, FP4 neighbours from 1 on are 4 codes apart; 0.5 is 8 codes below 1.
     rank = ((bits & 0x7F) >> 2).clamp_min_(12) - 12
     return rank + (bits & 0x7F == 0x30) + ((bits & 0x80) >> 4)
 

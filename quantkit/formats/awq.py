@@ -114,7 +114,7 @@ class AWQFormat(Format):
             raise SchemeError(
                 f"quantization_config.version {section['version']!r} is not supported; supported for AWQ: 'gemm'"
             )
-        # AutoRound and old files have names of their own.
+        # AutoRound and old files use other keys.
         bits = section.get("bits", section.get("w_bit", 4))
         if bits != 4:
             raise SchemeError(f"quantization_config.bits {bits!r} is not supported; supported for AWQ: 4")
@@ -123,7 +123,7 @@ class AWQFormat(Format):
             group_size=read_group_size(section.get("group_size", section.get("q_group_size", -1))),
             symmetric=section.get("zero_point", not section.get("sym", False)) is False,
         )
-        # Loaders look for these as parts of a module's name; the output head is never converted.
+        # Loaders skip modules whose names contain one of these; they never convert the output head.
         names = ("lm_head", *(rule.pattern for rule in ignored_rules(section, "modules_to_not_convert")))
         rules = tuple(Rule(pattern=f"*{glob.escape(name)}*", linear=None) for name in names)
         return Scheme(default=LinearScheme(weight=weight), rules=rules)

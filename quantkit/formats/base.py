@@ -25,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], Tensor]
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Everything that a weight is made of, and that a file must give back bit for bit.
+# The parts of a weight that decoding a file must return bit for bit.
 _NUMBERS = ("codes", "scale", "zero_point", "group_index", "global_scale", "input_scale")
 
 
@@ -36,37 +36,37 @@ class Format(ABC):
     Names in tensor dictionaries are local: `weight_packed`, not `model.layers.0.mlp.up_proj.weight_packed`.
     """
 
-    # As users write it, and the `quant_method` of config.json.
+    # The name that users write, and the `quant_method` of config.json.
     name: ClassVar[str]
     method: ClassVar[str] = ""
-    # Of a format that is one file, with its dot; "" for a directory.
+    # Suffix of a format that is one file, with its dot; "" = a directory.
     suffix: ClassVar[str] = ""
 
     is_written: ClassVar[bool] = True
-    # Whether `decode` gives back exactly what `encode` was given; false where only the values are stored.
+    # Whether `decode` gives back exactly what `encode` was given; false if only the values are stored.
     keeps_codes: ClassVar[bool] = True
     # Whether groups may be formed in another order than that of the inputs.
     holds_group_index: ClassVar[bool] = False
     holds_activations: ClassVar[bool] = False
-    # Whether its readers know linears whose weight the model keeps as (K, N), or need not know them.
+    # Whether its loaders support linears whose weight the model keeps as (K, N), or need no support for them.
     holds_transposed: ClassVar[bool] = False
-    # Whether config.json has an entry for the KV cache, and one that names calibrated scales.
+    # Whether config.json can describe the KV cache and, for `holds_cache_scales`, announce fixed scales.
     describes_cache: ClassVar[bool] = True
     fuses: ClassVar[bool] = True  # whether readers fuse linears that share their inputs, which then need one scheme
     holds_cache_scales: ClassVar[bool] = False
     # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
     decode_key: ClassVar[str] = ""
-    # Local names of the scales, and of the group of each input; "" = there is no such tensor.
+    # Local names of the tensors with the scales, and with the group of each input; "" = there is no such tensor.
     scale_name: ClassVar[str] = "weight_scale"
     order_name: ClassVar[str] = ""
-    # Of the matrix with the shape of the weight.
+    # Local name of the matrix that has the shape of the weight.
     shape_name: ClassVar[str] = "weight"
-    # Whether it is of experts that the model keeps in one tensor (E, K, N); `decode` is given one of them.
+    # Whether it stores experts that the model keeps in one tensor (E, K, N); `decode` gets one expert at a time.
     is_stacked: ClassVar[bool] = False
-    # What scales can be stored in; the first is taken when a model's own dtype is none of them.
+    # Dtypes that scales can be stored in; the first is used if the model's own dtype is not among them.
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
-    # For model cards: tag ("" = the name) and library there, who loads it, and what transformers needs for that.
+    # For model cards: tag ("" = `name`), library, engines that load the format, and package that transformers needs.
     tag: ClassVar[str] = ""
     library: ClassVar[str] = "transformers"
     engines: ClassVar[tuple[str, ...]] = ("transformers", "vllm")
@@ -92,7 +92,7 @@ class Format(ABC):
 
         Args:
             family: family of the model.
-            layers: for each layer, the scheme of each linear to quantize, by relative name.
+            layers: for each layer, the scheme of each linear to quantize, keyed by relative name.
         Returns:
             Warnings, one sentence each.
         Raises:
@@ -110,7 +110,7 @@ class Format(ABC):
         K may include the padding of the last word.
 
         Args:
-            shapes: shapes of its tensors, by local name.
+            shapes: shapes of its tensors, keyed by local name.
             scheme: scheme of the linear.
             read: reads a small tensor by its local name, e.g. one that stores the exact shape.
         """
@@ -135,7 +135,7 @@ class Format(ABC):
         return 0
 
     def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Find the weights stored as codes: for each full name, the full names of its tensors by local name.
+        """Return the tensors of each weight stored as codes: their full names, keyed by weight name and by local name.
 
         A weight whose name does not end in `.weight` is a stack of matrices; its tensors have one more dimension.
 
@@ -157,7 +157,7 @@ class Format(ABC):
         """Decode the tensors of one linear: the inverse of `encode`; also reads checkpoints of other tools.
 
         Args:
-            tensors: tensors of one linear, by local name.
+            tensors: tensors of one linear, keyed by local name.
             scheme: scheme of the linear.
         Raises:
             CheckpointError: a tensor is missing, has the wrong shape or dtype, or contradicts the scheme.
@@ -175,7 +175,7 @@ class Format(ABC):
             module: full name of the linear.
             weight: the original weight.
             scheme: scheme of the linear.
-            tensors: tensors that `encode` returned, by local name.
+            tensors: tensors that `encode` returned, keyed by local name.
         Raises:
             AuditError: a part of the weight differs; the message names the part.
         """
@@ -195,7 +195,7 @@ class Format(ABC):
         """Return the entries to add to config.json; empty if no linear is quantized.
 
         Args:
-            linears: scheme of each quantized linear by full module name.
+            linears: scheme of each quantized linear, keyed by full module name.
             ignored: full names of linears that are not quantized, including the output head.
             group_order: whether some linear has groups in activation order; only formats with `holds_group_index`
                 support that.
@@ -235,17 +235,17 @@ class Format(ABC):
         raise self._read_only()
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
-        """Return the scheme that a config.json in this format describes; None if it is not in this format.
+        """Return the scheme that a config.json in this format describes; None for other formats.
 
         Raises:
-            SchemeError: it is in this format, but this variant cannot be decoded.
+            SchemeError: config.json is in this format, but this variant cannot be decoded.
         """
         section = config.get("quantization_config")
         return self.scheme(section) if isinstance(section, Mapping) and self.owns(section) else None
 
     def owns(self, section: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` is in this format."""
-        # A format without a method of its own owns no section, not even one that names none.
+        # A format with an empty method owns no section, not even one whose method is empty.
         return section.get("quant_method") == self.method != ""
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
@@ -290,7 +290,7 @@ def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None
     """Return a required tensor.
 
     Args:
-        tensors: tensors of one linear, by local name.
+        tensors: tensors of one linear, keyed by local name.
         name: local name of the tensor.
         shape: required shape; None = any.
     Raises:
@@ -338,7 +338,7 @@ def identical(left: Tensor | None, right: Tensor | None) -> bool:
     """Whether both are None, or have equal bits and dtype."""
     if left is None or right is None:
         return left is right
-    # As bytes: minus zero is not zero here, and a NaN is itself.
+    # Compared as bytes: minus zero differs from zero, and a NaN equals itself.
     left, right = left.cpu().contiguous(), right.cpu().contiguous()
     return left.dtype == right.dtype and torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
 
@@ -378,7 +378,7 @@ def stores_codes(names: Iterable[str]) -> bool:
 
 
 def by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group tensor names by module: local names by full module name, in the order of the layers.
+    """Return the local tensor names of each module, keyed by full module name, in the order of the layers.
 
     Some formats append to the name of the weight; `a.b.weight.absmax` is the local name `weight.absmax` of `a.b`.
 

@@ -5,7 +5,7 @@
             quant_state.bitsandbytes__nf4: a JSON text with shape and block sizes
     8 bit   weight int8 (N, K), SCB (N,) float32; value = code * SCB / 127
 
-Blocks run over the flattened weight. If a block's size does not divide a row, a block crosses rows; the reader then
+Blocks run over the flattened weight. If the block size does not divide the row, blocks cross rows; the reader then
 repeats scales for smaller groups, which changes no value.
 Source: bitsandbytes `functional.py` (QuantState, dequantize_blockwise).
 """
@@ -28,7 +28,7 @@ _STATE = "weight.quant_state.bitsandbytes__"
 
 
 class BitsAndBytes(Format):
-    """The format.
+    """The bitsandbytes format.
 
     Decoded 4-bit codes are the lookup-table values; groups may be smaller than the stored blocks, so that none crosses
     a row.
@@ -37,13 +37,13 @@ class BitsAndBytes(Format):
     name: ClassVar[str] = "bitsandbytes"
     method: ClassVar[str] = "bitsandbytes"
     is_written: ClassVar[bool] = False
-    scale_name: ClassVar[str] = ""  # another one for each number of bits
+    scale_name: ClassVar[str] = ""  # differs between 4 and 8 bits
     package: ClassVar[str] = "bitsandbytes"
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         if scheme.weight.dtype == INT8:
             return matrix_shape(shapes.get("weight"))
-        if read is None:  # of 4-bit weights only the JSON text knows it
+        if read is None:  # only the JSON text has the shape of a 4-bit weight
             return None
         rows, width = _state({name: read(name) for name in shapes if name.startswith(_STATE)})["shape"]
         return rows, width
@@ -57,7 +57,7 @@ class BitsAndBytes(Format):
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if section.get("load_in_4bit") is True:
-            # The default of the library; the size that counts is in the JSON text of each weight.
+            # The library's default; the JSON text of each weight has its actual block size.
             weight = WeightScheme(dtype=NF4, group_size=64)
         elif section.get("load_in_8bit") is True:
             weight = WeightScheme(dtype=INT8)

@@ -77,7 +77,7 @@ class CompressedTensorsFormat(Format):
         size = scheme.weight.group_size
         if scheme.weight.dtype.kind == "float":
             return words[0], words[1] * 2
-        # Words may be filled up, so where there are groups these tell the number of inputs exactly.
+        # The last word may be padded. If there are groups, their number gives the exact number of inputs.
         return words[0], words[1] * 32 // scheme.weight.dtype.bits if size is None else groups[1] * size
 
     def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
@@ -98,7 +98,7 @@ class CompressedTensorsFormat(Format):
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
-        # Blocks with a narrower last one have an index too, which shapes imply and no file needs.
+        # A weight whose last block is narrower has an index too; shapes imply it, so no file needs it.
         if weight.group_index is not None and scheme.weight.block_rows == 1:
             raise SchemeError(_NO_GROUP_ORDER)
         tensors = _encode_weight(weight, packed=_is_packed(scheme))
@@ -121,7 +121,7 @@ class CompressedTensorsFormat(Format):
         return compressed_tensors_section(linears, ignored)
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
-        # A scheme of the KV cache is passed over: it does not change how weights are read.
+        # The scheme of the KV cache is ignored here: it does not change how weights are read.
         return read_compressed_tensors_section(section)
 
 
@@ -129,7 +129,7 @@ FORMAT = CompressedTensorsFormat()
 
 
 def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
-    """Refuse shapes that are not a multiple of blocks and groups, and block sizes that engines cannot multiply."""
+    """Refuse shapes that blocks or groups do not divide, and activation groups that do not match weight blocks."""
     weight, activation = scheme.weight, scheme.activation
     if weight.block_rows is not None and shape[0] % weight.block_rows:
         raise SchemeError(

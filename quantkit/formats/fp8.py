@@ -26,7 +26,7 @@ from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, Wei
 from quantkit.numerics.tensor import QuantizedTensor
 
 _SCALE, _INPUT = "weight_scale_inv", "activation_scale"
-# What others call these, behind the name of a module or of a stack of experts.
+# Suffixes that tools give these two tensors, after the name of a module or of a stack of experts.
 _SUFFIXES = {
     **dict.fromkeys((".weight_scale_inv", ".scale", ".qscale_weight", "_scale_inv"), _SCALE),
     **dict.fromkeys((".activation_scale", ".input_scale", ".qscale_act", "_activation_scale"), _INPUT),
@@ -35,7 +35,7 @@ _FP4 = WeightScheme(dtype=MXFP4, group_size=MXFP4.group)
 
 
 class FineGrainedFP8(Format):
-    """The format. Decoding repeats a scale for every row of its block."""
+    """The fine-grained FP8 format. Decoding repeats a scale for every row of its block."""
 
     name: ClassVar[str] = "fp8"
     method: ClassVar[str] = "fp8"
@@ -56,7 +56,7 @@ class FineGrainedFP8(Format):
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         stored, scale = matrix_shape(shapes.get("weight")), shapes.get(_SCALE)
-        # Dtypes are not known here, but no block of FP8 has 16 inputs and one output.
+        # Dtypes are not known here, so the shape of the scales tells: no FP8 block has 16 inputs and one output.
         is_fp4 = stored is not None and scale == (stored[0], stored[1] * 2 // _FP4.group_width(32))
         return (stored[0], stored[1] * 2) if stored is not None and is_fp4 else stored
 

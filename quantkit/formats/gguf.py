@@ -12,13 +12,13 @@
 
 A GGUF file cannot hold an incomplete model, so a run first writes a folder from which it can resume. The folder is in
 the compressed-tensors format, restricted to schemes and float16 scales that fit GGUF blocks; this module defines those
-limits. Linears of ggml's types are stored in it as their blocks, and `quantization_config` lists them beside a section
-of compressed-tensors for the others, under "codes". `quantkit.compress.convert` converts the folder to the file. Blocks
-are in `ggml.blocks`, the file in `ggml.gguf_file`.
+limits. In the folder, linears of ggml's types are stored as their blocks. `quantization_config` lists these linears;
+its entry "codes" has the compressed-tensors section of the others. `quantkit.compress.convert` converts the folder to
+the file. `ggml.blocks` defines blocks, `ggml.gguf_file` the file.
 
-A GGUF file that is read (`quantkit.checkpoints.gguf_checkpoint`) describes itself like a folder: its
+When quantkit reads a GGUF file, `quantkit.checkpoints.gguf_checkpoint` presents the file like such a folder: its
 `quantization_config` lists the modules of each ggml type, and the blocks of a linear are one tensor, such as
-`weight_q4_k`. `ggml.codes` decodes it.
+`weight_q4_k`, which `ggml.codes` decodes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from quantkit.models.family import Family
 
-# Types that matrices can be rounded to without calibration data, by their names in recipes: ggml's name of the block,
-# and of the block for rows that it does not divide, as in llama-quantize.
+# Types that matrices can be rounded to without calibration data, keyed by their names in recipes: ggml's name of the
+# block, and of the block to use if the first one's size does not divide the row, as in llama-quantize.
 MATRIX_BLOCKS = {
     **{name: (name.upper(), name.upper()) for name in ("f32", "f16", "bf16")},
     **{name: (name.upper(), "F16") for name in ("q4_0", "q4_1", "q8_0")},
@@ -96,7 +96,7 @@ class GGUFFormat(CompressedTensorsFormat):
 
     def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
         weight = scheme.weight
-        # Asymmetric int4 is Q5_0 where float16 does not hold its minimum, which only the numbers tell.
+        # Asymmetric int4 becomes Q5_0 if float16 cannot hold a minimum, which only the weights tell; so count Q5_0.
         wide = not weight.symmetric and weight.dtype.name == "int4"
         values, size = _BLOCK_BYTES["Q5_0" if wide else self.symmetric_block(weight)]
         return out_features * in_features // values * size
@@ -126,7 +126,7 @@ class GGUFFormat(CompressedTensorsFormat):
             )
 
     def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
-        return Format.check_model(self, family, layers)  # loaders of compressed-tensors never see it
+        return Format.check_model(self, family, layers)  # loaders of compressed-tensors never see the folder
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
         blocks = self.blocks(weight)[1]  # so that a scale that does not fit is found at the first layer, not at the end
@@ -158,7 +158,7 @@ class GGUFFormat(CompressedTensorsFormat):
         if not isinstance(types, Mapping) or not types.keys() <= SCHEMES.keys():
             raise SchemeError("quantization_config describes a GGUF file; give the .gguf file itself")
         own, codes = SCHEMES, section.get("codes")
-        if codes is not None:  # the folder of a run, whose codes are still those of the recipe
+        if codes is not None:  # the folder of a run, whose schemes are those of the recipe
             own = {kind: _of_blocks(kind.lower()) for kind in types}
         rules = tuple(Rule(pattern=str(name), linear=own[kind]) for kind in types for name in types[kind])
         others = super().scheme(codes) if codes else Scheme(default=None)
@@ -180,14 +180,14 @@ class GGUFFormat(CompressedTensorsFormat):
         return decode_codes(tensors)
 
     def symmetric_block(self, weight: WeightScheme) -> str:
-        """Return ggml's name of the block type for a scheme that `check` accepts, symmetric or of a type of ggml."""
+        """Return ggml's name of the block type for a scheme that `check` accepts; integers count as symmetric."""
         if weight.dtype.block is not None:
             return weight.dtype.name.upper()
         return _SYMMETRIC[weight.dtype.name]
 
     def blocks(self, weight: QuantizedTensor) -> tuple[Block, Tensor]:
         """Convert a weight to GGUF blocks with exactly the same values; see `encode_blocks`."""
-        from quantkit.formats.ggml.blocks import encode_blocks  # the gguf package: only whoever writes a file needs it
+        from quantkit.formats.ggml.blocks import encode_blocks  # imports the gguf package
 
         return encode_blocks(weight, self.symmetric_block(weight.scheme))
 

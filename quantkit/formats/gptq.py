@@ -1,7 +1,7 @@
 """GPTQ version 1, which every GPTQ loader reads: symmetric weights, zero points stored minus 1.
 
     qweight  int32 (K * b / 32, N)   codes + 2**(b - 1), packed along K
-    qzeros   int32 (G, N * b / 32)   zero points, packed along N: z - 1 in version 1, z in version 2 (`gptq_v2`);
+    qzeros   int32 (G, N * b / 32)   zero points, packed along N: z - 1 in version 1, z in version 2 (`gptq_v2`)
     scales   float16 (G, N)
     g_idx    int32 (K,)              group of each input; k // g unless groups are in activation order
 
@@ -47,7 +47,7 @@ class GPTQFormat(Format):
 
     name: ClassVar[str] = "gptq"
     method: ClassVar[str] = "gptq"
-    # As config.json has it, and what is subtracted from a zero point when it is stored.
+    # The name of the version in config.json, and the number that is subtracted from each zero point to store it.
     version: ClassVar[str] = "gptq"
     zero_offset: ClassVar[int] = 1
     holds_group_index: ClassVar[bool] = True
@@ -128,7 +128,7 @@ class GPTQFormat(Format):
         )
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
-        # What most linears have is said once, so that `dynamic` stays short.
+        # The most common scheme is the default, so that `dynamic` stays short.
         common = Counter(linears.values()).most_common(1)[0][0].weight
         dynamic: dict[str, Any] = {f"-:{_exactly(name)}": {} for name in ignored if not _is_head(name)}
         for name, scheme in linears.items():
@@ -173,7 +173,7 @@ class GPTQFormat(Format):
         # GPTQModel takes the first expression that matches, a Scheme the last.
         for expression, changes in reversed(list(dynamic.items())):
             rules.append(_rule(expression, changes, section))
-        # AutoRound lists what differs by name, and says 16 bits of what it leaves out.
+        # AutoRound lists each module with other settings; 16 bits mean that the module is not quantized.
         extra = section.get("extra_config") or {}
         for name, changes in extra.items() if isinstance(extra, Mapping) else ():
             bits = changes.get("bits") if isinstance(changes, Mapping) else None
@@ -240,7 +240,7 @@ def _rule(expression: Any, changes: Any, section: Mapping[str, Any]) -> Rule:
     if sign not in ("+", "-"):
         sign, pattern = "+", expression
     name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
-    # A plain name, as we write it, is not an expression: there are as many as linears.
+    # A plain name, as quantkit writes it, stays a name and counts as no expression: there may be one per linear.
     full = name if is_exact(name) and pattern == _exactly(name) else f"re:(?:{pattern}).*"
     return Rule(pattern=full, linear=None if sign == "-" else LinearScheme(weight=_weight(section, changes)))
 
@@ -263,8 +263,8 @@ def _num_inputs(words: int, bits: int, index: tuple[int, ...] | None) -> int:
 def _unpack_zeros(packed: Tensor, bits: int, offset: int) -> Tensor:
     """Unpack zero points (G, N) to 0 .. 2**bits - 1 and add back the offset that was subtracted before storing.
 
-    A stored zero point of 0 has wrapped around. If fields fill a word exactly, GPTQModel subtracts from whole words,
-    so the wrap borrows from the next field; otherwise each field wraps by itself.
+    A zero point of 0 wraps around when the offset is subtracted. If fields fill a word exactly, GPTQModel subtracts
+    from whole words, so the wrap borrows from the next field; otherwise each field wraps by itself.
     """
     if offset and 32 % bits == 0:
         ones = sum(offset << at for at in range(0, 32, bits))
@@ -293,6 +293,6 @@ def _group_index(tensors: Mapping[str, Tensor], width: int, groups: int) -> Tens
         raise CheckpointError(
             f"'g_idx' runs from {int(index.min())} to {int(index.max())}, but there are {groups} groups"
         )
-    # Files store the index also where it says nothing; without it groups dequantize as views.
+    # Files store the index even if groups are in order; without it, groups dequantize as views.
     in_order = torch.equal(index, torch.arange(width, device=index.device) // max(1, width // groups))
     return None if in_order else index

@@ -87,7 +87,10 @@ def _linear_scheme(fields: Mapping[str, Any], where: str) -> LinearScheme:
 def _layer_rules(layers: Any) -> tuple[Rule, ...]:
     """Return one rule per linear name, for a model with several schemes."""
     if not isinstance(layers, Mapping) or not all(isinstance(fields, Mapping) for fields in layers.values()):
-        raise SchemeError(f"quantized_layers of a {_MIXED} model is not an object of linears; download it again")
+        raise SchemeError(
+            f"quantized_layers of a {_MIXED} model must be a JSON object that maps each linear's name to an object of "
+            "settings; download the model again"
+        )
     return tuple(
         Rule(pattern=str(name), linear=_linear_scheme(fields, f"quant_algo of {name}"))
         for name, fields in layers.items()
@@ -104,6 +107,6 @@ def _unpack_int4(stored: Tensor) -> Tensor:
 def _decode_nvfp4(tensors: Mapping[str, Tensor], stored: Tensor, scheme: WeightScheme) -> QuantizedTensor:
     codes = unpack_fp4(stored)
     local = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
-    # The reciprocal of compressed-tensors' global scale: one multiplies by it instead of dividing.
+    # The reciprocal of compressed-tensors' global scale: decoding multiplies by it instead of dividing.
     outer = take_one(tensors, "weight_scale_2").float()
     return QuantizedTensor(codes=codes, scale=local.float() * outer, zero_point=None, scheme=scheme)

@@ -61,7 +61,7 @@ class StackedMXFP4(Format):
         return decode_microscaling(parts, scheme.weight)
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
-        # What is not converted has no codes, which tensors tell.
+        # Unquantized modules are found by their tensors: they have no codes.
         return Scheme(default=LinearScheme(weight=WeightScheme(dtype=MXFP4, group_size=MXFP4.group)))
 
 

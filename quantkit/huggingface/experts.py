@@ -1,8 +1,8 @@
-"""Rebuild decoder layers so that every weight to quantize is an `nn.Linear` with its name in checkpoints.
+"""Rebuild decoder layers so that every weight to quantize is an `nn.Linear` that is named as in checkpoints.
 
 transformers 5 stacks the experts of a layer in two tensors, GPT-2 stores its linears transposed, and in some families
 module names differ between code and files. This module rebuilds a layer on the meta device and hides these differences
-from algorithms; the layer's output does not change. `model_reader` handles the tensors on disk.
+from algorithms; the layer's output does not change. `checkpoints.model_reader` handles the tensors on disk.
 Shapes: T tokens, H hidden size, I intermediate size of an expert, E experts, k chosen experts per token.
 """
 
@@ -134,7 +134,7 @@ def _activated(fused: Any, interleaved: bool, gate: Tensor, up: Tensor) -> Tenso
 
 
 def rebuild_layer(layer: nn.Module, family: Family) -> None:
-    """Replace the weights of a layer on the meta device by `nn.Linear` modules with their names in checkpoints.
+    """Replace the weights of a layer on the meta device by `nn.Linear` modules that are named as in checkpoints.
 
     Args:
         layer: layer to modify.
@@ -142,7 +142,7 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
     """
     gated = family.experts is None or family.experts.gated
     stacked = [name for name, module in layer.named_modules() if holds_stacked_experts(module, gated)]
-    # Of several, such as one for text and one for images, a family names one; the other stays as it is.
+    # If there are several, e.g. for text and for images, rebuild only the one that the family names.
     named = [name for name in stacked if family.experts is not None and family.experts.down.startswith(f"{name}.")]
     for name, module in list(layer.named_modules()):
         if family.experts is not None and name in (named or stacked):
@@ -174,9 +174,9 @@ def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
             parent = layer.get_submodule(owner)
             module = parent.get_submodule(leaf)
         except AttributeError:
-            continue  # in this version of transformers, or this layer, it has the stored name already
+            continue  # this transformers version, or this layer, already uses the stored name
         del parent._modules[leaf]
-        # Past the registry of nn.Module: the layer's code finds it, and its parameters have the stored name only.
+        # Bypass nn.Module's registry: the layer's code finds the module, but its parameters have only the stored name.
         parent.__dict__[leaf] = module
         owner, _, leaf = other.rpartition(".")
         *outer, last = owner.split(".")

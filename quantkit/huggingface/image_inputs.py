@@ -23,7 +23,7 @@ from quantkit.huggingface.layer_call import moved
 from quantkit.huggingface.layer_inputs import build_model
 from quantkit.models.family import Family
 
-# Said of every call, and of no use to layers that are run one by one.
+# Arguments that are the same in every call, and that layers do not need when they run one by one.
 _LEFT_OUT = ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "labels")
 
 
@@ -61,7 +61,7 @@ class ImageStem:
         """Build the model and read the weights before the language model.
 
         Args:
-            reader: reader that uses the names of the model's modules, see `towers.with_tower_names`.
+            reader: reader that uses the names of the model's modules, see `load_rules.with_tower_names`.
             family: family with the name of the language model.
             token_ids: all token ids that occur.
             dtype, device: dtype and device of the weights.

@@ -2,7 +2,7 @@
 
 Some models pass more from layer to layer: indices of the tokens to attend to, states of a router, keys and values that
 later layers reuse, or token embeddings. A `LayerCall` keeps tensors that the shape of the hidden states does not
-determine, by their path in the layer's arguments: the name of the argument, then keys and indices in it.
+determine, keyed by their path in the layer's arguments: the name of the argument, then keys and indices in it.
 Shapes: T tokens.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUMBER = "#"  # in front of a key of a dict that is a number, which a position in a tuple is not
-# What layers and models call their cache; `cache` from transformers 5.24 on, where older names are warned of.
+_NUMBER = "#"  # precedes a number that is the key of a dict, not a position in a tuple
+# Names of the cache argument of layers and models; transformers 5.24 introduces `cache` and warns about older names.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 
@@ -66,7 +66,7 @@ class LayerCall:
         if self.inputs is None:
             return saved
         plain = {"inputs": self.inputs, "absent": self.absent}
-        form = json.dumps(plain, default=lambda _: None).encode()  # all but the tensors
+        form = json.dumps(plain, default=lambda _: None).encode()  # everything except the tensors
         inputs = {f"inputs/{path}": value.contiguous() for path, value in _leaves(self.inputs)}
         return {**saved, "form": torch.frombuffer(bytearray(form), dtype=torch.uint8), **inputs}
 
@@ -104,7 +104,7 @@ def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
 def tensors_beside(
     arguments: Any, known: Any, same: Callable[[Tensor, Tensor], bool] = torch.equal
 ) -> dict[str, Tensor]:
-    """Return the tensors in a layer's arguments that differ from those in known arguments, by path.
+    """Return the tensors in a layer's arguments that differ from those in known arguments, keyed by path.
 
     Args:
         arguments: arguments, a nested structure of dicts, tuples and lists.
@@ -153,7 +153,7 @@ def merged(arguments: Any, beside: Mapping[str, Tensor]) -> Any:
     parts = {part: merged(present.get(part), inner.get(part, {})) for part in dict.fromkeys((*present, *inner))}
     if isinstance(arguments, Mapping):
         return _mapping(arguments, parts)
-    if isinstance(arguments, (tuple, list)) or parts:  # what is not there yet and has positions: a tuple
+    if isinstance(arguments, (tuple, list)) or parts:  # a new container with positions is a tuple
         items = [parts[part] for part in sorted(parts, key=int)]
         return items if isinstance(arguments, list) else tuple(items)
     return arguments

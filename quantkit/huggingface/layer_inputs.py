@@ -26,7 +26,7 @@ class _OtherShape(Exception):
 
 
 Compute = Callable[[Tensor, dict[str, Any]], Any]
-"""Computation of a layer: a function of its hidden states and other arguments by name to the layer's output."""
+"""Computation of a layer: a function from hidden states and other arguments, keyed by name, to the layer's output."""
 
 
 def compute_with(layer: nn.Module) -> Compute:
@@ -105,7 +105,7 @@ def pass_through(
         except (_OtherShape, IndexError):
             continue
         except ValueError as error:
-            # A model that takes a tensor for a tuple fails with these words; any other ValueError is its own.
+            # A model that expects a tuple fails on a tensor with these words; any other ValueError is a real error.
             if "to unpack" not in str(error):
                 raise
             continue

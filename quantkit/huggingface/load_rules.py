@@ -26,7 +26,7 @@ from quantkit.huggingface.names import Destination, Renaming, find_stored_names
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import common_owner
 
-_TOLERANCE = 0.01  # of what one rule makes, relative; it may compute in another dtype
+_TOLERANCE = 0.01  # relative error of a rule's result; the rule may compute in another dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +63,8 @@ class Problems:
         unexpected: stored tensors that the model does not use.
         mismatched: stored tensors whose shapes differ from the model's, with both shapes.
         unconverted: tensors of the model for which a rule fails or gives a wrong result, with the reason.
-        modules: quantized modules that such a tensor belongs to, with the reason.
-        sources: other stored tensors that a failing rule uses.
+        modules: quantized modules with an unexpected or unconverted tensor, with the reason.
+        sources: tensors of no quantized module that a failing rule uses.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -90,8 +90,8 @@ class Problems:
         """Return one phrase per kind of problem with its first tensor; empty if there is no problem."""
         kinds = {
             "missing": sorted(self.missing),
-            "without a place": sorted(self.unexpected),
-            "of other shapes": sorted(self.mismatched),
+            "unused by the model": sorted(self.unexpected),
+            "with a different shape": sorted(self.mismatched),
             "wrongly decoded": [f"{name} ({why})" for name, why in sorted(self.unconverted.items())],
         }
         return "; ".join(f"{len(names)} {kind}, e.g. {names[0]}" for kind, names in kinds.items() if names)
@@ -154,7 +154,7 @@ class HfLoader:
         with _raised_as(ModelError, Exception):  # whatever the libraries raise on what they cannot build
             self._model = _build(reader, section)
             plain = Renaming.of(_build(reader, {})[0])
-        # Of the quantizer, on rules that cut tensors for instance: the plain ones are fine.
+        # Only the quantizer can fail here, e.g. on rules that split tensors: the plain rules worked.
         with _raised_as(CannotLoad, Exception):
             rules = Renaming.of(self._model[0], self._model[1])
         if rules is None or plain is None:
@@ -164,7 +164,7 @@ class HfLoader:
         self._rules, self._plain = rules, plain
         self.touches_weights = bool(section) and _touches_weights(self._model[0])
 
-    @_raised_as(ModelError, AttributeError, TypeError)  # of functions that are no promise of transformers
+    @_raised_as(ModelError, AttributeError, TypeError)  # transformers does not guarantee these functions
     def check(
         self,
         tensors: Mapping[str, Stored],
@@ -195,7 +195,7 @@ class HfLoader:
                 problems.mismatched.append(f"{name} {list(stored.shape)} instead of {list(expected)}")
             reached.add(destination.target)
         results: dict[Any, str | _Made] = {}
-        # The smallest of a kind stands for it: transformers takes up to a hundred bytes for a number that it decodes.
+        # Sample the smallest tensors of a kind: transformers needs up to 100 bytes for each number that it decodes.
         for target, sources in sorted(groups.items(), key=lambda group: sum(tensors[n].size for n in group[1])):
             chosen = sources if self._rules.divides(sources) else _first_of_each(sources)
             kind = tuple((d.pattern, tensors[n].kind, tensors[n].evenness) for n, d in chosen.items())
@@ -234,7 +234,7 @@ class HfLoader:
         for name, value in expected.items():
             if name not in made or made[name].shape != value.shape:
                 return "its converted shape differs from the model's"
-            if torch.equal(made[name], value):  # a vocabulary's matrix as it was: in float32 it is large
+            if torch.equal(made[name], value):  # e.g. an unchanged embedding, which is large in float32
                 continue
             if (made[name].float() - value.float()).norm() > _TOLERANCE * value.float().norm():
                 return "its converted values are wrong"
@@ -280,7 +280,7 @@ def _build(reader: CheckpointReader, section: Mapping[str, Any]) -> tuple[Any, A
     if section:
         quantizer = AutoHfQuantizer.from_config(dict(section), pre_quantized=True)
         quantizer.validate_environment(device_map=None, weights_only=True)
-    # Both libraries draw bars on the way.
+    # Both libraries print progress bars.
     with init_empty_weights(include_buffers=True), contextlib.redirect_stderr(io.StringIO()):
         build = getattr(kind, "_from_config", None) or kind.from_config
         model = build(config)
@@ -297,12 +297,12 @@ def _touches_weights(model: Any) -> bool:
         model.initialize_weights()
     except AttributeError as error:
         return "has no attribute 'weight'" in str(error)
-    except Exception:  # what fails otherwise on the meta device says nothing about weights
+    except Exception:  # other failures on the meta device say nothing about weights
         return False
     return False
 
 
-# A module's code that reads the weight of one inside it, e.g. `self.blocks[0].mlp.fc2.weight`.
+# Code of a module that reads the weight of an inner module, e.g. `self.blocks[0].mlp.fc2.weight`.
 _READ = re.compile(r"\bself((?:\.\w+|\[\d+\])+)\.weight\b")
 
 
@@ -323,7 +323,7 @@ def tower_linears(model: Any, family: Family) -> dict[str, tuple[int, int]]:
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        # Not a subclass: that of `MultiheadAttention` is never called, its weight is used.
+        # Without subclasses: `MultiheadAttention` never calls its own one, but uses the weight.
         if type(module) is nn.Linear and not f"{name}.".startswith(inside) and name not in read
     }
 

@@ -19,7 +19,7 @@ from quantkit.errors import ModelError, first_line
 from quantkit.huggingface.experts import holds_stacked_experts
 from quantkit.models.stored_names import StoredNames, TensorConversion
 
-# Of tensors that stand for a quantized weight: a module whose weight is renamed need not have these renamed alike.
+# Tensors that replace a quantized weight. transformers may rename a module's weight but not these.
 _COMPANIONS = ("weight_packed", "weight_scale")
 
 
@@ -28,9 +28,9 @@ class Destination:
     """Destination of a stored tensor.
 
     Args:
-        target: name of the resulting tensor of the model, the first if there are several; no name of the model's if
+        target: name of the resulting tensor of the model, the first if there are several; not a name in the model if
             the model does not use the tensor.
-        renamed: its name before joining or splitting; equal to `target` if neither happens.
+        renamed: name of the stored tensor before joining or splitting; equal to `target` if neither happens.
         pattern: pattern of the rule that joins or splits it.
     """
 
@@ -65,10 +65,10 @@ class Renaming:
         return cls(model=model, rules=rules, shapes={n: tuple(v.shape) for n, v in model.state_dict().items()})
 
     def destinations(self, names: Iterable[str]) -> dict[str, Destination]:
-        """Return the destination of each stored tensor, by its name."""
+        """Return the destination of each stored tensor, keyed by its name."""
         from transformers.core_model_loading import WeightConverter, dot_natural_key
 
-        # A rule may wait for another name before it: copies are used once, on names in transformers' order.
+        # Rules may remember earlier names, so use copies once, on names in transformers' order.
         rules = copy.deepcopy(self.rules)
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -85,7 +85,7 @@ class Renaming:
             return Destination(target=target, renamed=target, pattern=None)
         renamed = rename_source_key(name, renamings, [])[0]
         joined = rename_source_key(renamed, [], converters)[0]
-        # The backbone's prefix is put on or taken off last.
+        # transformers adds or removes the backbone's prefix last.
         if target == f"{prefix}.{joined}":
             renamed = f"{prefix}.{renamed}"
         elif joined == f"{prefix}.{target}":
@@ -98,9 +98,9 @@ class Renaming:
         Args:
             target: name of the first resulting tensor.
             sources: stored tensors by their names in the files, each with its destination, which has this target.
-            tensors: the stored tensors by name in files.
+            tensors: the stored tensors, keyed by name in files.
         Returns:
-            Tensors by name in the model.
+            Tensors, keyed by name in the model.
         Raises:
             Exception: any error of transformers.
         """
@@ -151,7 +151,7 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
     return StoredNames(
         tensors={own: name for own, name in tensors.items() if own != name},
         modules=_modules(renaming, tensors),
-        # Rules that turn a tensor only if it lies otherwise leave those of the right shape as they are.
+        # Some rules transpose a tensor only if necessary; leave them out where the stored shape is right.
         conversions=tuple(c for c in made if {n: reader.info(n).shape for n in c.sources} != c.targets),
     )
 
@@ -170,7 +170,7 @@ def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
 
 
 def _modules(renaming: Renaming, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Return names of modules in files by name in the model, for modules whose codes are renamed like the weight."""
+    """Map names of modules in the model to names in files, for modules whose codes are renamed like the weight."""
     pairs = {own.removesuffix(".weight"): name.removesuffix(".weight") for own, name in tensors.items()
              if own != name and own.endswith(".weight") and name.endswith(".weight")}  # fmt: skip
     asked = renaming.destinations([f"{stored}.{leaf}" for stored in pairs.values() for leaf in _COMPANIONS])
@@ -193,7 +193,7 @@ def _conversion(
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return renaming.convert(target, sources, tensors)
 
-    # On the meta device: names and shapes of what comes out.
+    # Run it on the meta device to find the names and shapes of its results.
     infos = {name: reader.info(name) for name in sources}
     blank = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
     try:

@@ -31,7 +31,7 @@ from quantkit.huggingface.load_rules import tower_linears
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet
 
-# Shapes of batches whose arguments are remembered; a chat set has as many lengths as samples.
+# Number of batch shapes whose arguments are cached; in a set of chats, every sample may have another length.
 _MOST_SHAPES = 256
 
 
@@ -117,7 +117,7 @@ class Skeleton:
         return [name for name in linears if name not in sets]
 
     def tower_linears(self) -> dict[str, tuple[int, int]]:
-        """Return (N, K) of the linears outside the language model by full name; see `towers`."""
+        """Return (N, K) of the linears outside the language model by full name; see `load_rules`."""
         return tower_linears(self._model, self.family)
 
     def has_parameter(self, name: str) -> bool:
@@ -188,7 +188,7 @@ class Skeleton:
         Raises:
             CheckpointError: a weight contains NaN or infinity.
         """
-        # A copy: the skeleton itself stays weightless, or every layer that was handed out would remain in memory.
+        # Fill a copy: in the skeleton itself, the weights of every layer would remain in memory.
         layer = copy.deepcopy(self._layers[index])
         for name in self.layer_tensors(index):
             value = self.read_finite(f"{self.layer_name(index)}.{name}")
@@ -202,8 +202,8 @@ class Skeleton:
             CheckpointError: the tensor contains NaN or infinity.
         """
         value = self.reader.tensor(self._stored(full))
-        # Found here, with its name: in the calibration of later layers a NaN has no origin any more.
-        # Not by `isfinite` of each number, which takes several copies of the tensor.
+        # Report it here, with its name: in the calibration of later layers, nobody can tell where a NaN came from.
+        # By minimum and maximum, because `isfinite` of each number takes several copies of the tensor.
         if value.is_floating_point() and value.numel() and not all(map(torch.isfinite, value.aminmax())):
             bad = int((~torch.isfinite(value)).sum())
             raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
@@ -217,9 +217,9 @@ class Skeleton:
         for name in backbone.state_dict(keep_vars=True):
             full = f"{names.backbone}.{name}"
             if names.hands_on and name in tables:
-                continue  # read row by row, see `_with_rows`: one per layer is as large as the model
+                continue  # `_with_rows` reads single rows: a table per layer is as large as the model
             if not full.startswith(known) and full in self.reader:
-                # The CPU is where hidden states are made.
+                # Hidden states are computed on the CPU.
                 set_stored(backbone, name, self.read_finite(full), self.dtype, torch.device("cpu"))
 
     def embed(self, token_ids: Tensor, table: Tensor, row_of: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Skeleton:
             (B, T, D) in the skeleton's dtype.
         """
         embedding = copy.deepcopy(self._embedding())
-        embedding.__dict__["padding_idx"] = None  # that row of the full table is another one here
+        embedding.__dict__["padding_idx"] = None  # an index of the full table, not of these rows
         set_parameter(embedding, "weight", table.to(self.dtype))
         hidden = self.record(embedding(row_of[token_ids]))[0].hidden
         assert hidden is not None
@@ -243,7 +243,7 @@ class Skeleton:
         """Return the keyword arguments, except hidden states, with which the model calls layer `index`."""
         if isinstance(batch, LayerCall):
             usual = self._usual_arguments(index, batch)
-            # Copies: a layer may change in place what the next one is given.
+            # Copies, because a layer may modify in place what the next layer receives.
             arguments: dict[str, Any] = moved(merged(usual, batch.beside), self.device, copy=True)
             return {**arguments, **dict.fromkeys(batch.absent)}
         return self._usual_arguments(index, batch)
@@ -254,12 +254,12 @@ class Skeleton:
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_SHAPES:
                 self._arguments.clear()
-            # What layers are called with depends on the shape alone, so zeros will do.
+            # These arguments depend only on the shape, so zeros will do.
             if self.family.hands_on:
                 recorded = self._record_ids(torch.zeros(key, dtype=torch.int64))
             else:
                 recorded = self.record(torch.zeros(*key, self.embedding_width, dtype=self.dtype))
-            # Layers share their tensors: each is moved once.
+            # Layers share tensors, so move each tensor only once.
             once = functools.cache(lambda value: value.to(self.device))
             self._arguments[key] = [tree_map_only(Tensor, once, recorder.arguments) for recorder in recorded]
         return self._arguments[key][index]
@@ -371,6 +371,6 @@ class Skeleton:
     def _with_rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Load the embedding rows of the requested tokens into a table, and replace token ids by row numbers."""
         used, rows = torch.unique(args[0], return_inverse=True)
-        module.__dict__["padding_idx"] = None  # that row of the full table is another one here
+        module.__dict__["padding_idx"] = None  # an index of the full table, not of these rows
         set_parameter(module, "weight", self.reader.gather_rows(name, used.flatten()).to(self.dtype))
         return (rows, *args[1:])

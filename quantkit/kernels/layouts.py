@@ -117,7 +117,7 @@ class KVLayout:
         page_size: tokens per page, S.
         dtype: dtype of unquantized keys and values, of the residual window, and of the computation.
         is_windowed: whether the layer sees only the newest tokens.
-        cache: number types (by default both `dtype`), and scales of granularity "tensor" and "head".
+        cache: number types (by default `dtype` for both), and the fixed scales of granularity "tensor" and "head".
     Raises:
         SchemeError: no kernel reads the scheme, or INT4 has an odd number of channels.
     """
@@ -181,7 +181,7 @@ class KVLayout:
         return side_of(self.scheme.key, size), side_of(self.scheme.value, size)
 
     def blocks(self) -> dict[str, PageArray]:
-        """The arrays of a page by name, in memory order."""
+        """Return the arrays of a page, keyed by name, in memory order."""
         key, value = self._sides
         kept = 0 if self.rope_dim else self.head_dim
         dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": kept}
@@ -201,7 +201,7 @@ class KVLayout:
 
         def side(name: str) -> PagedArray:
             scheme, scales, fixed = getattr(self.scheme, name), getattr(self.cache, f"{name}_scale"), None
-            if scheme.is_fixed and scales != 1.0:  # else there is nothing to multiply with
+            if scheme.is_fixed and scales != 1.0:  # otherwise no factor is needed
                 fixed = torch.tensor(scales, dtype=torch.float32).reshape(-1).expand(self.num_heads)
             return PagedArray(
                 scheme=scheme,
@@ -276,7 +276,7 @@ class EntryLayout:
 
     @property
     def form(self) -> KVForm:
-        """The layout in the form used by byte predictions."""
+        """The layout as a `KVForm`, from which bytes are predicted."""
         return form_of_schemes("", [self.scheme], self.dtype.itemsize)
 
     @property
@@ -326,5 +326,5 @@ def residual_bytes(layouts: Sequence[Layout], max_sequences: int) -> int:
 def pages_for_budget(layouts: Sequence[Layout], max_sequences: int, budget_bytes: int) -> int:
     """Return how many pages fit into the budget next to the residual windows; 0 if not even these fit."""
     left = budget_bytes - residual_bytes(layouts, max_sequences)
-    # Where all layers are recurrent, pages only count tokens.
+    # If all layers are recurrent, pages take no bytes and only count tokens.
     return max(0, left // max(1, page_bytes(layouts)))

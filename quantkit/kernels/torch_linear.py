@@ -110,7 +110,7 @@ class _Int4Linear(Linear):
         zero = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.float() * scale
         # (G, N, 2)
         self._scales = torch.stack([scale, zero], dim=-1).transpose(0, 1).contiguous().to(device, torch.bfloat16)
-        # Unsigned before they are packed, as the value of a code above says.
+        # Unsigned before packing, because the kernel subtracts 8 from each code.
         codes = (weight.codes + 8).to(device)
         if device.type == "cuda":
             packed = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)

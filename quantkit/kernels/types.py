@@ -88,7 +88,7 @@ class ActivationQuantization:
 
 
 class LinearFacts:
-    """Description of a linear; it outlives the layer when it is combined into a stack of experts.
+    """Description of a linear. A stack of experts keeps it after the linear itself was freed.
 
     Args:
         shape: (N, K).
@@ -96,7 +96,7 @@ class LinearFacts:
         description: number type and kernel, e.g. `int4 g128 (native)`.
     """
 
-    # Of the class, because few linears have one.
+    # A class attribute, because few linears set it.
     activation_quantization: ActivationQuantization | None = None
 
     def __init__(self, shape: tuple[int, ...], stored_bytes: int, description: str) -> None:

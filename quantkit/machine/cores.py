@@ -23,7 +23,7 @@ def cgroup_quota(root: Path = _CGROUPS, own: Path = _OWN) -> int | None:
         own: file in which Linux lists the groups of this process.
     """
     quotas = [quota for folder in _folders(root, own) if (quota := _quota(folder)) is not None]
-    # Every group above has a say: systemd and Slurm limit a process some levels below the root.
+    # Every group from the root to the process counts: systemd and Slurm set limits some levels below the root.
     return min(quotas, default=None)
 
 
@@ -52,7 +52,7 @@ def _quota(folder: Path) -> int | None:
         else:
             quota = (folder / "cpu.cfs_quota_us").read_text().strip()
             period = (folder / "cpu.cfs_period_us").read_text().strip()
-        # Rounded down: a thread too many uses up the quota early, and then all of them stand still.
+        # Rounded down: one thread too many would use up the quota early, and then all threads would wait.
         return max(1, int(quota) // int(period)) if int(quota) > 0 else None
     except (OSError, ValueError):  # not there, or "max"
         return None

@@ -13,7 +13,7 @@ from quantkit.machine.cores import cgroup_quota
 from quantkit.machine.memory import proc_bytes
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
-"""Most threads of a computation. OpenMP aborts the process if it cannot start as many as it is asked for."""
+"""Maximum number of threads of a computation. OpenMP aborts the process if it cannot start the requested number."""
 
 
 def threads_within_quota() -> int:
@@ -70,7 +70,7 @@ def free_bytes(device: torch.device) -> int:
     limits = [] if available is None else [available]
     group = Path("/sys/fs/cgroup")
     try:
-        # In a container MemAvailable is the host's, and the group's limit ends the process before that is used up.
+        # In a container, MemAvailable is that of the host; the process is killed earlier, at its group's limit.
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
         if limit != "max":
             limits.append(max(0, int(limit) - used))

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# What transformers and compressed-tensors import if it is there, for losses of detectors and their own kernels: 100 MB.
+# Packages that transformers and compressed-tensors import if they are installed, for losses of object detectors and for
+# kernels of their own; both packages take 100 MB.
 _OPTIONAL = ("scipy", "triton")
-# Compiled products that oneDNN keeps: each takes half a megabyte, and GPTQ multiplies in hundreds of shapes.
+# Compiled matrix products that oneDNN caches: each takes half a megabyte, and GPTQ has products of hundreds of shapes.
 _PRODUCTS = "16"
 
 
@@ -51,8 +52,8 @@ def proc_bytes(file: str, key: str) -> int | None:
 def importing(library: str) -> Iterator[None]:
     """Import a large library in this context without collecting garbage; later collections skip its objects.
 
-    Such an import creates a million permanent objects, and searching them takes over a second of CPU time. Only
-    programs should call this, not libraries.
+    Such an import creates a million permanent objects, and a collection that searches them takes over a second of CPU
+    time. Only programs should call this, not libraries.
 
     Args:
         library: name of the library; if it is already imported, nothing changes.
@@ -76,18 +77,18 @@ def spare_memory() -> None:
     """
     import torch
 
-    # Once transformers is there it believes in what it has seen.
+    # Once transformers is imported, it remembers which packages it found.
     if torch.cuda.is_available() or "transformers" in sys.modules:
         return
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRODUCTS)
     hidden = [name for name in _OPTIONAL if name not in sys.modules]
-    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None: Python says that they are not installed
+    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]  # None hides them: Python then cannot import them
     try:
-        with importing("transformers"), contextlib.suppress(ImportError):  # said where they are needed
+        with importing("transformers"), contextlib.suppress(ImportError):  # reported where they are needed
             import compressed_tensors  # noqa: F401
             import transformers.modeling_utils
 
-            getattr(transformers.utils.is_scipy_available, "cache_clear", int)()  # models may ask for it
+            getattr(transformers.utils.is_scipy_available, "cache_clear", int)()  # models may look for scipy later
     finally:
         for name in hidden:
             sys.modules.pop(name, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.errors import ModelError
 
-# Other names of an entry, for all families; the first that is there counts. A family may have more (`Family.keys`).
+# Other names of an entry in all families; the first name in config.json applies. `Family.keys` adds a family's own.
 ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -31,7 +31,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "rope_type": ("type",),
 }
 
-# Of what something is computed for each before a weight is seen. Other counts fit what GGUF keeps them in.
+# Limits of counts that determine how much is built before any weight is read. Other counts must fit in 32 bits, as
+# GGUF requires.
 _AT_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000, "num_nextn_predict_layers": 10_000}
 
 
@@ -67,7 +68,7 @@ class ConfigReader:
     Args:
         config: contents of config.json; entries of `text_config` take precedence over top-level entries.
         defaults: values of missing keys.
-        keys: the family's own names for entries, by common name.
+        keys: the family's own names for entries, keyed by common name.
         where: name of the file in messages.
     """
 
@@ -79,7 +80,7 @@ class ConfigReader:
         where: str = "config.json",
     ) -> None:
         inner = config.get("text_config")
-        self.is_wrapped = isinstance(inner, Mapping)  # vision and audio stand beside the language model
+        self.is_wrapped = isinstance(inner, Mapping)  # in a multimodal model, a section describes the language model
         self.entries: Mapping[str, Any] = {**config, **inner} if isinstance(inner, Mapping) else config
         self._defaults, self._keys, self.where = defaults or {}, keys or {}, where
 
@@ -104,7 +105,7 @@ class ConfigReader:
             ModelError: the entry has no default and is missing, or is not a whole number, too small or too large.
         """
         value, at_most = self._required(key, default), _AT_MOST.get(key, (1 << 32) - 1)
-        # Not isinstance: JSON's `true` is an int to that, and would count as one.
+        # Not isinstance, which accepts JSON's `true` as the integer 1.
         if type(value) is not int or value < at_least:
             raise self._wrong(key, value, f"a whole number of at least {at_least}")
         if value > at_most:

@@ -87,9 +87,9 @@ class ModelDescription:
         entries: entries of its config.json.
         vocab_size, hidden_size: sizes of the vocabulary and of the residual stream.
         num_heads, num_kv_heads, head_dim: query heads, key/value heads and channels per head.
-        windows: per layer, the number of tokens that a token attends to, including itself; None = all before it.
+        windows: per layer, the number of tokens that a token attends to, including itself; None = no window.
         recurrent: per layer, whether it keeps a state instead of keys and values.
-        only_mlp: per layer, whether it is an MLP without attention; for families in which a layer is one or the other.
+        only_mlp: per layer, whether it is an MLP or experts without attention; see `Family.one_half`.
         with_experts: per layer, whether it has experts instead of an MLP.
         qk_norm: whether queries and keys are normalized.
         parallel: whether attention and MLP read the same residual stream.
@@ -179,7 +179,7 @@ def describe(config: Mapping[str, Any], family: Family, where: str = "config.jso
 def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
     """Read the fields of a `ModelDescription`; subclasses use it too."""
     vocabulary, hidden, heads = (read.count(key) for key in ("vocab_size", "hidden_size", "num_attention_heads"))
-    # Rows that take turns head by head give each query head a key and a value of its own.
+    # If the rows of q, k and v are ordered by head, each query head has its own key and value.
     kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
     latent = None if read.get("kv_lora_rank") is None or family.block else _latent(read)
     if family.multi_query is not None and read.flag(family.multi_query):
@@ -227,7 +227,7 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
         num_chosen=chosen,
         width=width,
         normalize=read.flag(data.normalize, True),
-        # A model without shared experts may say 0 as well as nothing.
+        # Without shared experts, the entry may be 0 or missing.
         shared_width=shared or None,
         scoring=data.scoring,
         **_groups(read, data, count, chosen),

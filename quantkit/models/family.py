@@ -100,7 +100,7 @@ class Rope:
         local_scaled: whether wavelengths in layers with a window are scaled like those of other layers.
         partial: share of each head's channels that are rotated.
         width: key of the number of rotated channels per head; it overrides `partial`.
-        interleaved: whether channels 2i and 2i+1 form a pair, else i and i + R/2; a key (default true) or a constant.
+        interleaved: whether channels 2i and 2i+1 form a pair, not i and i + R/2; a key (default true) or a constant.
         grows: whether queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + floor(position / original
             length)).
         fixed_alpha: whether "dynamic" scaling with an `alpha` enlarges the base independently of the length.
@@ -108,7 +108,7 @@ class Rope:
             the model has no windows; "listed": those with a 1 in `no_rope_layers` (default: all but every n-th, n =
             `no_rope_layer_interval`); "named": all if `position_embedding_type` is "rope".
         by_layer: keys of the RoPE entries for layers without and with a window, if each kind has its own.
-        theta_key: key of the base in layers without a window, if the RoPE entries are not separate.
+        theta_key: key of the base in layers without a window, if both kinds of layers share their RoPE entries.
         attention_factor: default of YaRN's attention factor; None = derive it from `factor`.
     """
 
@@ -217,7 +217,7 @@ BALANCED_EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Which modules have biases: keys of config.json, or constants. Only for counting: a file may lack some.
+    """Which modules have biases: keys of config.json, or constants. Only for counting; files may lack some biases.
 
     Args:
         qkv, output: whether the projections of attention have biases.
@@ -263,9 +263,9 @@ class Family:
     """A family of decoder-only models: names in transformers, and computations. The defaults are Llama's.
 
     Args:
-        hf_names: `architectures` entries of config.json that the family describes; empty = only planning knows it.
+        hf_names: `architectures` entries of config.json that the family describes; empty = only planning uses it.
         model_types: `model_type` entries that the family describes, in addition to the name of its file.
-        keys: the family's own names for config.json entries, by common name.
+        keys: the family's own names for config.json entries, keyed by common name.
         backbone: name of the model without its head, relative to the causal LM.
         layers: name of the list of decoder layers.
         embedding: name of the token embedding.
@@ -276,7 +276,7 @@ class Family:
         latent: whether the family has multi-head latent attention.
         layer_sets: sets of each layer, if they were determined layer by layer; they override `linear_sets`.
         stored_names: names of tensors in files, if a loader renames more than the prefix of the backbone.
-        published: function from the tensor names in files to `StoredNames`; it returns None if they match transformers.
+        published: function from the tensor names in files to `StoredNames`; None if they are transformers' names.
         stored_prefix: prefix of the backbone's tensors in files, if it differs from `backbone`.
         hands_on: whether layers exchange more than hidden states or read token ids, so that the model itself must run
             them.
@@ -290,7 +290,7 @@ class Family:
         window, rope, multipliers, experts: see `Window`, `Rope`, `Multipliers` and `Experts`.
         biases: see `Biases`.
         recurrent: layers that keep a state instead of keys and values; None = no such layers.
-        vectors: other parameters of each layer by name; their sizes are numbers, keys, or products of keys.
+        vectors: shapes of a layer's other parameters, keyed by name; a size is a number, a key, or a product of keys.
         sinks: name in `vectors` of the attention-sink logit per head; None = no sinks.
         outside: like `vectors`, for parameters outside the layers, e.g. learned positions.
         multi_query: key that is true if all heads share one key/value head.
@@ -300,18 +300,18 @@ class Family:
         transposed: relative names of linears that are stored as (K, N).
         stored_modules: names of a layer's modules in checkpoints, if transformers names them differently.
         stored_tensors: the same for a layer's other tensors, by their name in transformers.
-        compressed_experts: whether transformers loads experts that are stored as codes under a name per expert.
+        compressed_experts: whether transformers can load quantized experts that are stored expert by expert.
         decode_at_load: whether transformers accesses the weights of this family's linears directly, so that a loader
             must decode them first.
         unread: prefixes of tensor names that checkpoints have but no part of the model reads.
         native: whether the native backend supports the family; else transformers runs it.
         not_native: keys whose true value requires a computation that the native backend lacks.
         gguf: names in GGUF files; None = the GGUF export does not support the family.
-        block: function of a layer's number that returns its attention and its tensors except norms and experts, if
-            the other fields cannot describe them.
+        block: function of config.json and a layer's number that returns the layer's attention and tensors, except norms
+            and experts; None = the other fields describe them.
         wrapper: multimodal models whose language model the native backend runs.
         only: predicate on config.json; False = the family does not describe this model although `hf_names` match.
-        known: False for the family that planning assumes for unknown architectures.
+        known: False if planning can only count the family's layers as if they were Llama's.
     """
 
     hf_names: tuple[str, ...] = ()
@@ -368,13 +368,13 @@ class Family:
         """All sets that layers of the family may have: `linear_sets`, or those derived from `parts`."""
         if self.linear_sets is not None:
             return self.linear_sets
-        absorbs = self.norm != "bare" and not self.norm_offset  # a norm's weight can take a scale
+        absorbs = self.norm != "bare" and not self.norm_offset  # only such a norm's weight can absorb a scale
         before, before_mlp = (name if absorbs else None for name in (self.parts.input_norm, self.parts.mlp_norm))
         joint = self.parallel is True and self.parts.mlp_norm is None
         mlp = mlp_sets(self.parts, before_mlp, joint=joint)
         if self.experts is not None:
             chosen, alone = expert_sets(self.experts, before_mlp), (replace(group, optional=True) for group in mlp)
-            mlp = (*chosen[:2], *alone, *chosen[2:])  # the shared expert may be the MLP of models without others
+            mlp = (*chosen[:2], *alone, *chosen[2:])  # without routed experts, the shared one may be the MLP
         mixing = MLA_SETS if self.latent else attention_sets(self.parts, before, joint=joint)
         if self.recurrent is not None:
             mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))

@@ -16,13 +16,13 @@ EXPERTS = "_exps"
 
 def outer_names(family: Family) -> dict[str, str]:
     """Return the GGUF name of each module outside the layers."""
-    # Families with GGUF names have no other modules there than these and learned positions.
+    # In families with GGUF names, only these modules and learned positions are outside the layers.
     names = {name.removesuffix(".weight"): "position_embd" for name in family.outside}
     return names | {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
 
 
 def layer_names(model: ModelDescription) -> dict[str, str]:
-    """Return the GGUF name, without the layer's number, of each module of a layer by relative name.
+    """Map the relative name of each module of a layer to its GGUF name without the layer's number.
 
     `{expert}` in a module's name stands for all experts, whose linears the GGUF tensor stacks.
     """
@@ -64,7 +64,7 @@ _LATENT = (
 
 
 def vector_names(model: ModelDescription) -> dict[str, str]:
-    """Return the GGUF names of a layer's tensors that belong to no module: by full relative name."""
+    """Map the relative names of a layer's tensors that belong to no module to their GGUF names."""
     family = model.family
     names = {} if family.sinks is None else {family.sinks: "attn_sinks.weight"}
     if family.experts is not None and family.experts.balance is not None:
@@ -73,14 +73,14 @@ def vector_names(model: ModelDescription) -> dict[str, str]:
 
 
 def interleaved_heads(model: ModelDescription) -> dict[str, int]:
-    """Return the number of heads of each linear whose rows GGUF files interleave, by relative name."""
+    """Return the number of heads of each linear whose rows GGUF files interleave, keyed by relative name."""
     if model.family.gguf is None or not model.family.gguf.interleaved:
         return {}
     return dict(zip(model.family.parts.qkv[:2], (model.num_heads, model.num_kv_heads), strict=False))
 
 
 def norm_modules(model: ModelDescription) -> set[str]:
-    """Return the norms whose stored weight includes the family's offset: relative names, and that of the last norm."""
+    """Return the names of the norms whose weights in GGUF files include the family's offset, relative to the layer."""
     family = model.family
     names = {family.final_norm, *filter(None, norm_names(model))}
     return names | ({family.qk_norm.query, family.qk_norm.key} if family.qk_norm is not None else set())
@@ -91,7 +91,7 @@ def llama3_divisors(rope: RopeConfig) -> list[float]:
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     divisors = []
     for pair in range(0, rope.width, 2):
-        # The frequencies of long wavelengths are divided by the factor, short ones kept, those between blended.
+        # Divide the frequencies of long wavelengths by the factor, keep those of short ones, and blend in between.
         wavelength = 2 * math.pi * rope.theta ** (pair / rope.width)
         smooth = min(1.0, max(0.0, (rope.original_length / wavelength - low) / (high - low)))
         divisors.append(1 / ((1 - smooth) / rope.factor + smooth))

@@ -93,7 +93,7 @@ class PageArray(NamedTuple):
 def page_arrays(
     key: Side, value: Side, *, heads: int, key_dim: int, value_dim: int, page_size: int = DEFAULT_PAGE_SIZE
 ) -> dict[str, PageArray]:
-    """Lay out the arrays of one page of one layer: by name, in memory order.
+    """Return the arrays of one page of one layer, keyed by name, in memory order.
 
     Args:
         key, value: storage of keys and of values; codes of less than a byte are packed along the channels.
@@ -124,7 +124,7 @@ def padded_bytes(arrays: dict[str, PageArray]) -> int:
 
 
 def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
-    """Return the slots of a sequence's residual window: one page, quantized only when full, and a rollback."""
+    """Return the tokens that a residual window holds: a page, quantized only when full, and `MAX_ROLLBACK` tokens."""
     return page_size + MAX_ROLLBACK if key.granularity == "channel" else 0
 
 
@@ -154,7 +154,7 @@ class KVForm:
     Args:
         name: value of --kv-cache.
         key, value: storage of keys and of values.
-        layers: forms of the layers that differ, by layer number.
+        layers: number and form of each layer whose form differs.
     """
 
     name: str
@@ -176,8 +176,8 @@ def _both(name: str, side: Side) -> KVForm:
     return KVForm(name=name, key=side, value=side)
 
 
-# The bundled runtime's own: a fixed scale per tensor; an fp16 scale per token and head; keys with fp16 scale and zero
-# point per channel of a page beside values with both per token.
+# Forms of the bundled runtime. fp8: a fixed scale per tensor. int8: an fp16 scale per token and head. int4: an fp16
+# scale and zero point, for keys per channel of a page, for values per token.
 BF16 = _both("bf16", Side(bits=16))
 FP32 = _both("fp32", Side(bits=32))
 FP8 = _both("fp8", Side(bits=8))

@@ -25,8 +25,8 @@ from typing import ClassVar, Literal
 
 from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
 
-# Channels that share a power of two in quantized entries of csa and hca, in keys of their indexer; bytes of exponents
-# come in as many as these.
+# Channels that share one power-of-two scale, and the multiple to which the number of exponent bytes is rounded up: in
+# quantized entries of csa and hca, then in keys of the indexer.
 ENTRY_BLOCK, ENTRY_EXPONENTS = 64, 8
 INDEX_BLOCK, INDEX_EXPONENTS = 32, 4
 
@@ -42,7 +42,7 @@ class AttentionShape:
 
     Args:
         num_heads: number of query heads.
-        num_kv_heads: vectors kept per token and side; 1 for the latent kinds.
+        num_kv_heads: number of key vectors, and of value vectors, kept per token; 1 for the latent kinds.
         key_dim, value_dim: channels of a stored key and value; value_dim is 0 if one vector serves as both.
         rope_dim: channels of key_dim that 8-bit layouts of the latent kinds keep in 16 bits.
         window: number of last tokens that are kept uncompressed; None = all.
@@ -87,7 +87,7 @@ class AttentionShape:
 
     @property
     def series(self) -> int:
-        """Number of compressed entries that include a token: the entries of csa overlap."""
+        """Number of compressed entries that include a given token; 2 for csa, whose entries overlap."""
         return 2 if self.index_dim else 1
 
     @property
@@ -97,7 +97,7 @@ class AttentionShape:
 
     @property
     def past_width(self) -> int:
-        """Count the numbers that are kept for each such token: a value and a gate per channel of the entry and of the
+        """Count the numbers kept for each of the `past_tokens`: a value and a gate per channel of the entry and of the
         indexer's key.
         """
         return 2 * self.series * (self.key_dim + self.index_dim)
@@ -176,7 +176,7 @@ class AttentionShape:
             plain = form.bits // 8 if form.bits >= 16 else dtype_bytes
             return pages * self.page_bytes(form, page_size) + self.row_bytes(form, plain)
         if self.window is not None:
-            pages = min(pages, math.ceil(self.window / page_size) + 1)  # a window lies across one page more
+            pages = min(pages, math.ceil(self.window / page_size) + 1)  # a window may start inside a page
         residual = residual_tokens(form.key, page_size) * self.num_kv_heads * self.key_dim * dtype_bytes
         return pages * self.page_bytes(form, page_size) + residual
 
@@ -209,7 +209,7 @@ class AttentionShape:
     def prefill_flops(self, tokens: int) -> float:
         """Count the operations of a causal prefill of this many tokens, without the projections."""
         if self.ratio:
-            # An entry stands for `ratio` tokens: pairs are counted with tokens and divided by it.
+            # An entry stands for `ratio` tokens, so count pairs of tokens and divide by `ratio`.
             pairs = _pairs(tokens, self.window) + _pairs(tokens, self.top_k and self.top_k * self.ratio) / self.ratio
             indexed = _pairs(tokens, None) / self.ratio
         else:
@@ -246,7 +246,7 @@ def _pairs(tokens: int, window: int | None) -> float:
     return window * tokens - window * window / 2
 
 
-_STATE_BYTES = 4  # float32: a state is added to once per token, and would lose what is small in 16 bits
+_STATE_BYTES = 4  # float32: every token adds to the state, and 16 bits would lose small additions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

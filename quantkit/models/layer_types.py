@@ -71,7 +71,7 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
 
     def windowed(index: int) -> bool:
         if rule.rule == "pattern" or pattern:
-            # Of each n layers the last attends to everything, or the first.
+            # In each group of n layers, the last one (or the first) attends to all tokens.
             return (index + (0 if rule.first else 1)) % (pattern or rule.pattern) != 0
         if rule.rule == "upper":
             return index >= bound
@@ -139,7 +139,7 @@ def _is_sparse(read: ConfigReader, index: int) -> bool:
         return False
     if index < read.count("first_k_dense_replace", default=0, at_least=0):
         return False
-    if type(read.get("moe_layer_freq")) is int:  # a list in some configs, whose dense layers are the first ones
+    if type(read.get("moe_layer_freq")) is int:  # configs with a list here give their dense layers otherwise
         return index % read.count("moe_layer_freq") == 0
     return (index + 1) % read.count("decoder_sparse_step", default=1) == 0
 

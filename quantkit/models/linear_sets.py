@@ -64,7 +64,7 @@ def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> It
 
     Args:
         sets: sets of one layer.
-        schemes: scheme of each linear of the layer by relative name; None = ignored.
+        schemes: scheme of each linear of the layer, keyed by relative name; None = the linear is ignored.
     """
     for names in (names for group in sets for names in group.fused):
         present = [name for name in names if name in schemes]
@@ -74,7 +74,7 @@ def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> It
             yield f"{listed} are fused by inference engines and need one scheme"
 
 
-# Multi-head latent attention: queries through a narrow tensor or directly, keys and values always through one.
+# Multi-head latent attention: the low-rank projection is optional for queries, but not for keys and values.
 MLA_SETS = (
     LinearSet(
         linears=("self_attn.q_a_proj", "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -91,7 +91,7 @@ MLA_SETS = (
 def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
     """Yield the sets of one layer that follow from one set of the family; see `Family.sets_of_layer`."""
     templates = [name for name in group.linears if EXPERT in name]
-    # A family's data does not say how many experts a layer has; its modules do.
+    # Count the experts by the layer's modules, because the family's data does not give their number.
     experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
     if templates and EXPERT in group.parent:
         for expert in experts:
@@ -103,7 +103,7 @@ def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearS
             )
         return
     if templates and group.optional and not experts:
-        return  # what shares a set with experts is theirs, and elsewhere an MLP's
+        return  # without experts, the set's other linears belong to the MLP's set
     names = [at(name, e) for e in experts for name in templates]
     names += [name for name in group.linears if name not in templates and (not group.optional or has(name))]
     if names and not (group.optional and group.source is not None and not has(group.source)):
@@ -132,7 +132,7 @@ class ExpertLocation:
 
 
 def find_expert(name: str) -> ExpertLocation | None:
-    """Return the expert of a linear from its relative name, e.g. `mlp.experts.3.up_proj`; None if it has none."""
+    """Return the expert of a linear from its relative name, e.g. `mlp.experts.3.up_proj`; None if it is in none."""
     match = re.fullmatch(r"((?:(.+)\.)?experts)\.(\d+)\..+", name)
     if match is None:
         return None
@@ -141,7 +141,7 @@ def find_expert(name: str) -> ExpertLocation | None:
 
 def common_owner(names: Iterable[str]) -> str:
     """Return the innermost module that contains all of these modules; empty if only the layer itself does."""
-    # By whole names rather than characters: `experts.1` and `experts.10` have only `experts` in common.
+    # Compare whole names, not characters: `experts.1` and `experts.10` have only `experts` in common.
     return os.path.commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".")
 
 
@@ -173,14 +173,14 @@ def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[Line
         source=norm,
         parent="" if joint else parts.qkv[0].rpartition(".")[0],
     )
-    # A scale for the output would have to be folded into some rows of a projection that is all three: not done.
+    # In a fused projection, a scale would have to be folded into the rows of v alone, which quantkit does not do.
     value = None if together else parts.qkv[2]
     return first, LinearSet(linears=(parts.output,), source=value, parent=parts.output, grouped_heads=not together)
 
 
 def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
     """Return the sets of the MLP; if `joint`, its first linears are in the set of attention."""
-    # No scale passes through an activation, but one does through the product with its gate.
+    # A scale does not pass through the activation, but it passes through the product of gate and up: fold it into up.
     source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
     down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
     up = LinearSet(linears=parts.up, source=norm, parent=parts.up[0].rpartition(".")[0])

@@ -30,9 +30,11 @@ class Recurrent:
         module: the module in place of attention; the other names are relative to it.
         inputs: linears that compute queries, keys, values and gate.
         gates: linears that compute scalars per head and are never quantized; empty if `inputs` compute them too.
-        by_head: whether rows of inputs and gates are ordered by key head; else each part is contiguous.
+        by_head: whether the rows of `inputs` and `gates` are grouped by key head (all parts of head 0, then of head 1,
+            ...); otherwise all rows of one part (queries, keys, values, gate) are contiguous.
         types: values in `layer_types` that denote such a layer.
-        interval: if there is no such list, key of a number n: all but every n-th layer are recurrent; None = all are.
+        interval: key of a number n, used if there is no `layer_types`: every n-th layer has attention, all others are
+            recurrent. None = all layers are recurrent.
         key_heads, key_dim, value_heads, value_dim, conv_width: keys of G, N, H, P and W.
         conv_bias, bias: whether the convolution, and the linears, have biases: keys or constants.
         norm_groups: key of the norm's number of groups; None = one group per head, with weights shared by all heads.
@@ -70,7 +72,7 @@ class Recurrent:
         """
         inputs, beside = (tuple(map(self.name, parts)) for parts in (self.inputs, self.gates))
         output = self.name("out_proj")
-        # A norm with a weight for each channel can absorb one too, if nothing follows it.
+        # Only a norm with one weight per channel can absorb a scale; without groups, all heads share the weights.
         last = self.name("norm") if self.norm_groups is not None else None
         return (
             LinearSet(linears=inputs, source=norm, parent=self.module, beside=beside, optional=True),
@@ -105,7 +107,7 @@ class Recurrent:
         """Return the matrices of the layer."""
         shape, bias = self.shape(read), read.flag(self.bias)
         heads = shape.value_heads
-        # What each of a module's linears gives: one of all, or queries, keys and values apart from the gate.
+        # Outputs of each linear: everything from one, or queries, keys and values from one and the gate from another.
         parts = [shape.channels, shape.values] if len(self.inputs) == 2 else [shape.channels + shape.values]
         parts[-1] += 0 if self.gates else heads
         sizes = [*zip(self.inputs, parts, strict=True)]
@@ -125,7 +127,7 @@ class Recurrent:
         )
 
     def vectors(self, read: ConfigReader) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all other tensors of the layer, by relative name."""
+        """Return the shapes of all other tensors of the layer, keyed by relative name."""
         shape = self.shape(read)
         heads = (shape.value_heads,)
         shapes = {

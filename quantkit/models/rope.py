@@ -11,7 +11,7 @@ from quantkit.models.family import Rope
 
 # The first configs of Phi-3 call LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope", "none": "default"}
-_LARGEST_FACTOR = 10**6  # of contexts, far beyond any
+_LARGEST_FACTOR = 10**6  # on the context length; far above any real factor
 
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -122,12 +122,12 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
             raise ModelError(f"config.json: RoPE entries of a layer are a {type(settings).__name__}, not an object")
         return settings
     if local and (family.local_theta is not None or not family.local_scaled):
-        return {}  # what is scaled is only the other layers
+        return {}  # the entries apply only to layers without a window
     return settings
 
 
 def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
-    """Return the base of the wavelengths from outside the RoPE entries."""
+    """Return the base of the wavelengths to use if the RoPE entries have none."""
     if local and family.local_theta is not None:
         return config.number("rope_local_base_freq", default=family.local_theta)
     if not local and family.theta_key is not None:
@@ -185,7 +185,7 @@ def _alpha(read: ConfigReader) -> float:
 
 
 def _yarn_attention(read: ConfigReader, factor: float) -> dict[str, float]:
-    """Return YaRN's factor on cosine and sine (given, or derived from `factor`) and the factor of latent attention."""
+    """Return YaRN's factor on cosine and sine (given, or derived from `factor`), and `sharpening`; see `RopeConfig`."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

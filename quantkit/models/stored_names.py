@@ -11,8 +11,8 @@ class TensorConversion:
 
     Args:
         sources: names in files.
-        targets: shapes of the converted tensors by name in the model.
-        convert: function from tensors by name in files to tensors by name in the model.
+        targets: shapes of the converted tensors, keyed by name in the model.
+        convert: function from tensors keyed by name in files to tensors keyed by name in the model.
     """
 
     sources: tuple[str, ...]
@@ -25,8 +25,8 @@ class StoredNames:
     """Names of one model's tensors in files.
 
     Args:
-        tensors: name in files by name in the model, for tensors whose names differ.
-        modules: the same for modules, which renames all their tensors, such as codes and scales.
+        tensors: names in files of tensors whose names differ, keyed by name in the model.
+        modules: the same for modules; a module's name applies to all its tensors, such as codes and scales.
         conversions: stored tensors that do not correspond one-to-one to tensors of the model.
     """
 
@@ -41,7 +41,7 @@ class StoredNames:
         return self.tensors.get(name) or (name if stored is None else f"{stored}.{leaf}")
 
     def own(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Return names in the model by names in a file, the inverse of `of`."""
+        """Map names in a file to names in the model; the inverse of `of`."""
         tensors = {stored: name for name, stored in self.tensors.items()}
         modules = {stored: name for name, stored in self.modules.items()}
         own: dict[str, str] = {}
@@ -75,10 +75,10 @@ class GGUFNames:
     Args:
         name: `general.architecture`.
         interleaved: whether rows of q and k are reordered, because llama.cpp rotates neighbouring channels as a pair.
-        numbers: config.json key of each GGUF entry, by its name after `<name>.`; entries without a value are omitted.
+        numbers: maps each GGUF entry, without `<name>.`, to its config.json key; entries without a value are omitted.
         rotary: whether the model has rotary embeddings.
         mlp_norm: name of the norm before the MLP.
-        fixed: entries of config.json that follow from the architecture; `model_type` if it is not that of the family.
+        fixed: entries of config.json that follow from the architecture, e.g. a `model_type` other than the family's.
         is_written: whether quantkit writes such files; it reads them all.
     Source: llama.cpp `convert_hf_to_gguf.py` and gguf-py `constants.py`, `tensor_mapping.py`.
     """

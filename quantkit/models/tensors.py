@@ -18,7 +18,7 @@ class Matrix:
     Args:
         name: name relative to the layer; `{expert}` stands for the number of each copy.
         out_features, in_features: N and K.
-        copies: number of copies.
+        copies: number of experts that have this linear; 1 if it is not an expert's.
         active: number of copies that a token uses.
         quantizable: False for modules that are never quantized, such as routers.
         bias: whether each copy has a bias (N,), as far as is known.
@@ -59,7 +59,7 @@ class LayerTensors:
 
     Args:
         matrices: the layer's linears, in execution order.
-        vectors: shapes of all other tensors except biases of linears (norms, sinks, balances), by relative name.
+        vectors: shapes of all other tensors (norms, sinks, balances), keyed by relative name; no biases of linears.
         attention: shape of the layer's cache or state.
     """
 

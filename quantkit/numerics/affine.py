@@ -31,8 +31,8 @@ _ROUND_CHUNK = 1 << 19
 class Ranges(NamedTuple):
     """Scales and zero points (N, G) of a weight's groups: float32, but with values that the stored dtype holds exactly.
 
-    Zero points are whole numbers in the code range; None for symmetric schemes. Those of ggml's types are any numbers,
-    and `block_scale` (N, B, 1 or 2) has the blocks' own, see `QuantizedTensor`.
+    Zero points are whole numbers in the code range; None for symmetric schemes. For ggml's types they need not be
+    whole, and `block_scale` (N, B, 1 or 2) holds the float16 numbers of the blocks; see `QuantizedTensor`.
     """
 
     scale: Tensor
@@ -40,7 +40,7 @@ class Ranges(NamedTuple):
     block_scale: Tensor | None = None
 
     def split(self, sizes: Sequence[int]) -> list["Ranges"]:
-        """Split the ranges of stacked matrices with these numbers of rows; the inverse of `join_ranges`."""
+        """Return the ranges of each of the stacked matrices, given their numbers of rows; inverse of `join_ranges`."""
         parts = ([None] * len(sizes) if each is None else torch.split(each, list(sizes)) for each in self)
         return [Ranges(*own) for own in zip(*parts, strict=True)]
 
@@ -66,8 +66,8 @@ class WeightGrid:
 
     Args:
         scheme: number type and granularity.
-        scale_dtype: dtype in which scales are stored, unless the number type fixes it, and in which loaders decode
-            values.
+        scale_dtype: dtype in which loaders decode values. Scales are stored in it too, unless the number type fixes
+            their storage.
         tensor_largest: (1,) float32 `largest_magnitude` of all weights that share a tensor scale; None = the weight
             shares it with no other. Used only by schemes with a tensor scale.
     """
@@ -191,7 +191,7 @@ def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
 
 
 def _by_blocks(weight: Tensor, dtype: DType, choose: Callable[[Tensor, DType], super_blocks.Blocks]) -> Ranges:
-    """Return the ranges of a weight (N, K) in blocks of ggml, from a function of values (M, values of a block)."""
+    """Return the ranges of a weight (N, K) in ggml's blocks; `choose` takes values (M, values of a block)."""
     assert dtype.block is not None, f"{dtype.name} has no blocks"
     return Ranges(*super_blocks.expand(choose(weight.float().view(-1, dtype.block[0]), dtype), len(weight), dtype))
 
@@ -217,9 +217,9 @@ def range_fractions(dtype: DType) -> tuple[float, ...]:
     """Return the fractions of the covering range to try, 1 first.
 
     Integers: clipping helps more with fewer bits. With 8 bits it almost never helps; with 2 bits the best range may be
-    a third of the full one. Floats: clipping helps little, but the position of the exponent steps matters. FP8 repeats
-    after a factor of two; FP4 gains most from the choice of 4 or 6 as the largest value (27 % less squared error for
-    normal weights under nvfp4, 8 % under fp8).
+    a third of the full one. Floats: clipping helps little, but the position of the exponent steps matters. FP8's
+    errors repeat when the range doubles; FP4 gains most from the choice of 4 or 6 as the largest value (27 % less
+    squared error for normal weights under nvfp4, 8 % under fp8).
     """
     if dtype.scale == "e8m0":
         # Only powers of two can be stored.
@@ -247,9 +247,10 @@ def search_parameters(
 
     Args:
         weight: (N, K); not modified.
-        grid: grid that the weight is rounded to; a single scale for the tensor is not searched but covers all weights.
+        grid: grid that the weight is rounded to. If it has a single scale for the tensor, there is no search: the scale
+            covers all weights.
         importance: (K,) float32 weights of the squared errors, >= 0.
-        gram: (G, g, g) float32; used instead of `importance`, but not by ggml's types.
+        gram: (G, g, g) float32; used instead of `importance`; ignored for ggml's types.
     Source: Frantar et al. 2022 (GPTQ code, `--mse`); Lin et al. 2023, AWQ, section 3.2 (clipping).
     """
     scheme, grid = grid.scheme, grid.completed(weight)

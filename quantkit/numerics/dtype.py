@@ -27,8 +27,8 @@ class DType:
         spacing: for floats, the smallest normal number and the number of mantissa bits; None = rounding to this type is
             not supported.
         block: for types of ggml, the number of values in a block and its bytes; None = there are no blocks.
-        levels: for them, the smallest and the largest whole number that multiplies the scale of a block.
-        has_minimums: for them, whether each group has a minimum, which becomes its zero point.
+        levels: for types of ggml, the smallest and the largest whole number that multiplies the scale of a block.
+        has_minimums: for types of ggml, whether each group has a minimum, which becomes its zero point.
     """
 
     name: str
@@ -47,7 +47,8 @@ class DType:
     @property
     def half_range(self) -> float:
         """Divisor that turns an absmax into a symmetric scale: 7.5 for int4, 448 for fp8."""
-        # Half a step from the last code at either end, where 7 would leave -8 unused and 8 would clip a whole step.
+        # The range then ends half a step beyond the last code at one end, and half a step before it at the other.
+        # For int4, 7 would leave code -8 unused, and 8 would clip a whole step.
         return (self.maximum - self.minimum) / 2
 
     @property
@@ -68,8 +69,8 @@ def _float(name: str, bits: int, maximum: float, **fields: Any) -> DType:
 
 
 def _ggml(name: str, group: int, block: tuple[int, int], levels: tuple[int, int] = (1, 1)) -> DType:
-    """Return the number type of a ggml block. Its codes count from -2^(bits - 1) here, whatever they do in the file."""
-    # By ggml's own names: Q4_K has minimums, Q3_K and Q6_K have none.
+    """Return the number type of a ggml block. Its codes start at -2^(bits - 1) here, even if the file counts from 0."""
+    # Among the types below, only Q3_K and Q6_K have no minimums.
     has_minimums = name not in ("q3_k", "q6_k")
     of_code = _integer(int(name[1]))
     return replace(of_code, name=name, group=group, scale="ggml", block=block, levels=levels, has_minimums=has_minimums)
@@ -90,10 +91,10 @@ Q3_K = _ggml("q3_k", 16, (256, 110), (-32, 31))
 Q4_K = _ggml("q4_k", 32, (256, 144), (0, 63))
 Q5_K = _ggml("q5_k", 32, (256, 176), (0, 63))
 Q6_K = _ggml("q6_k", 16, (256, 210), (-128, 127))
-# What takes the place of a type whose blocks do not divide a row, as in llama-quantize.
+# The type to use instead of one whose block size does not divide the row, as in llama-quantize.
 FALLBACK = {Q2_K.name: INT4, Q3_K.name: INT4, Q4_K.name: INT5, Q5_K.name: Q5_1, Q6_K.name: INT8}
 
-# Only read from checkpoints of other tools; recipes cannot use it. Codes are kept as the entries of its table.
+# NF4 is only read from checkpoints of other tools; recipes cannot use it. A code is kept as its lookup table's value.
 NF4 = DType(name="nf4", kind="float", bits=4, minimum=-1.0, maximum=1.0, storage=torch.float32)
 
 DTYPES = {dtype.name: dtype for dtype in (INT2, INT3, INT4, INT5, INT6, INT8, FP8, NVFP4, MXFP4, MXFP8)}

@@ -2,7 +2,7 @@
 
 Hadamard matrices are available for widths 2^k m, where m is 1 or a size of Paley's constructions over a prime; other
 widths get a random orthogonal matrix. The factor 2^k is applied by sums and differences, without a matrix.
-Shapes: D width, T any rows.
+Shapes: D width, T rows.
 Source: Ashkboos et al. 2024, QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs; Paley 1933.
 """
 
@@ -83,7 +83,8 @@ def _hadamard(size: int) -> Tensor | None:
 
 
 def _bordered(prime: int, corner: int) -> Tensor:
-    """Return Paley's (q + 1, q + 1) matrix: quadratic residues of all differences, bordered by ones.
+    """Return Paley's (q + 1, q + 1) matrix: quadratic residues of all differences, bordered by a row of ones and
+    a column of `corner`.
 
     It is skew-symmetric for corner -1 and symmetric for corner 1.
     """

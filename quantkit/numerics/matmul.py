@@ -2,11 +2,11 @@
 
 Float32 matrices: torch uses MKL, which has no AVX-512 code for AMD processors. oneDNN, also part of torch, has it and
 is twice as fast there, but torch uses oneDNN only if lower precision is allowed. oneDNN then still keeps all bits
-unless the processor has fast instructions for 16-bit floats (AMX, Arm). One measurement tells whether it does.
+unless the processor has fast instructions for 16-bit floats (AMX, Arm). `keeps_precision` measures whether it does.
 
 Bfloat16 matrices: torch on a CPU sums their products in bfloat16. The C code sums in float32 if the processor has
-bfloat16 instructions: as exact as float32 products, since the product of two bfloat16 numbers is exact in float32, and
-twice as fast (five times with AMX).
+bfloat16 instructions. That is as exact as float32 products, because the product of two bfloat16 numbers is exact in
+float32, and twice as fast (five times with AMX).
 """
 
 import ctypes

@@ -22,11 +22,11 @@ from quantkit.safety.untrusted import shorten
 MAX_EXPRESSIONS = 4096
 _MAX_LENGTH = 1000
 _MAX_REPEATS = 10_000  # the product of all counts {n}: the engine expands repeats when it compiles a pattern
-_MAX_WAYS = 26  # base-2 logarithm of the number of ways to match a name
+_MAX_WAYS = 26  # largest base-2 logarithm of the number of ways to match a name
 _MATCH_S = 1.0
 _ALL_S = 30.0
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
-# Fuzzy matching and named sets of characters, which `re` takes literally.
+# Finds fuzzy matching and named sets of characters: `regex` interprets them, `re` takes them literally.
 _OTHER_MEANING = re.compile(r"\{(?!\d*,?\d*\})|\[\^?\[:")
 
 
@@ -46,7 +46,7 @@ def check_pattern(pattern: str) -> None:
     """Check that a text is a valid pattern.
 
     Raises:
-        SchemeError: the pattern is too long or not a regular expression of Python, or its counts are too large.
+        SchemeError: the pattern is too long or not a regular expression of Python, or its repeat counts are too large.
     """
     if not is_exact(pattern):
         _compiled(pattern)
@@ -81,13 +81,13 @@ def matches(pattern: str, name: str, budget: Budget) -> bool:
 def check_for_others(config: Mapping[str, Any]) -> None:
     """Refuse regular expressions of a quantization_config that could hang other libraries.
 
-    They match with `re`, which tries every way to divide a name among repeats and alternatives. So an expression may
-    have only a few of these, and no repeated group.
+    Other libraries match with `re`, which tries every way to divide a name among repeats and alternatives. So an
+    expression may have only a few of these, and no repeated group.
 
     Args:
         config: contents of config.json.
     Raises:
-        SchemeError: an expression may take too long; names it.
+        SchemeError: an expression may take too long; the message names it.
     """
     for text in _texts(config, False):
         # Escaped characters are literals, not operators.
@@ -133,7 +133,9 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
 
 
 def _check_meaning(text: str) -> None:
-    """Raise ValueError if `re` and `regex` read the text differently, or if its counts would fill the memory."""
+    """Raise ValueError if the libraries `re` and `regex` may read the pattern differently, or if its repeat counts,
+    such as `{1000}`, would fill the memory.
+    """
     plain = re.sub(r"\\.", "", text, flags=re.DOTALL)
     if other := _OTHER_MEANING.search(plain):
         raise ValueError(f"{other[0]!r} means different things to different regex engines; escape it with backslashes")

@@ -25,9 +25,9 @@ from quantkit.numerics.tensor import QuantizedTensor
 _E4M3_MAXIMUM = 448.0
 _E4M3_FLOOR = 0.125  # compressed-tensors replaces a scale that rounds to zero by this
 _E4M3_TINY = 2.0**-9
-_LEAST_ROW_SCALE = 1 / (_E4M3_MAXIMUM * 512)  # the smallest scale per row in kernels that `row_scales` describes
+_LEAST_ROW_SCALE = 1 / (_E4M3_MAXIMUM * 512)  # smallest scale per row of the kernels in `row_scales`
 _EXPONENTS = (-127, 127)
-# A mantissa from 1.75 on is carried to the next power of two by adding a quarter of it.
+# Adding a quarter of the power of two carries a mantissa from 1.75 on to the next power.
 _CARRY, _EXPONENT_BITS = 1 << 21, 0x7F800000
 
 
@@ -68,7 +68,7 @@ def storable_scale(largest: Tensor, dtype: DType, scale_dtype: torch.dtype, tens
         dtype: number type of the codes, symmetric.
         scale_dtype: dtype in which scales are stored, unless the number type fixes it.
         tensor_largest: one element, the largest magnitude of everything that shares the global scale; only for types
-            that have one.
+            that have a global scale.
     Returns:
         (N, G) float32, > 0.
     """
@@ -82,13 +82,15 @@ def storable_scale(largest: Tensor, dtype: DType, scale_dtype: torch.dtype, tens
 
 
 def two_level_scale(scale: Tensor, outer: Tensor) -> Tensor:
-    """Round scales to an 8-bit float divided by the global scale.
+    """Round each scale to the nearest value that can be stored: an 8-bit float divided by the global scale.
+
+    The 8-bit float is at most 448. If it rounds to 0, it becomes 0.125.
 
     Args:
         scale: any shape, float32.
         outer: one element, the `global_scale`.
     """
-    # Activations above the calibrated maximum need more than 448, where not every version of torch saturates.
+    # Activations above the calibrated maximum would need more than 448; not every version of torch saturates there.
     local = (scale * outer).clamp_max(_E4M3_MAXIMUM).to(torch.float8_e4m3fn).float()
     return torch.where(local == 0, _E4M3_FLOOR, local) / outer
 

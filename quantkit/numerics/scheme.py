@@ -209,7 +209,7 @@ class Scheme:
 
     default: LinearScheme | None
     rules: tuple[Rule, ...] = ()
-    _exact: dict[str, int] = field(init=False, repr=False, compare=False)  # position of the last rule by plain name
+    _exact: dict[str, int] = field(init=False, repr=False, compare=False)  # position of each pattern's last rule
     _expressions: tuple[int, ...] = field(init=False, repr=False, compare=False)  # positions of the others, last first
     _answers: dict[str, Rule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _budget: Budget = field(default_factory=Budget, init=False, repr=False, compare=False)

@@ -8,9 +8,9 @@
     q4_1, q5_1  one group of 32, whose scale and minimum are the block's
 
 For each group, the search finds the scale (and minimum) with the least weighted squared error, and rounds it to a whole
-multiple of the block's. Then it refines in turn the whole numbers (by at most one) and the float16 numbers (by least
-squares); a step is kept only if it lowers the error of its block. ggml's own search does not refine. A scale of 0
-becomes 1 or -1, with which the group has at least as small an error: codes can be 0 instead.
+multiple of the block's scale (minimum). Then it refines in turn the whole numbers (by at most one) and the float16
+numbers (by least squares); a step is kept only if it lowers the error of its block. ggml's own search does not refine.
+No group has a scale of 0: with a scale of 1 or -1 its error is at most as large, because its codes can be 0 instead.
 Shapes: N outputs, K inputs, G groups of n inputs, M blocks of S groups, B blocks per row.
 Source: format and first search: ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
 """
@@ -28,16 +28,16 @@ from quantkit.numerics.dtype import DType
 # Values worked on at once: their temporaries stay in a CPU's cache.
 _CHUNK = 1 << 17
 _ROUNDS = 3
-# Below this part of a scale a minimum is nothing, and a zero point in float32 would not tell which one it was.
+# A minimum below this fraction of its scale becomes 0: a zero point in float32 could not tell which minimum it was.
 _LEAST_MINIMUM = 1e-3
-# The smallest scale of a block: of zeros, or of groups that are all minimum.
+# Replaces a block scale of 0, which occurs if all values are 0 or each equals its group's minimum.
 _LEAST_SCALE = 2.0**-24
 
 State = tuple[Tensor, ...]
 
 
 class Blocks(NamedTuple):
-    """Numbers of M blocks.
+    """Scales and minimums of M blocks.
 
     Args:
         step: (M, 1) scale of each block, exact in float16.
@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
 
 
 def search_blocks(values: Tensor, dtype: DType, weights: Tensor | None = None) -> Blocks:
-    """Search the numbers of blocks with the least weighted squared error of rounding to nearest.
+    """Search the scales and minimums of blocks with which rounding to nearest has the least weighted squared error.
 
     Args:
         values: (M, values of a block) float32; not modified.
@@ -91,7 +91,7 @@ def nearest_blocks(scale: Tensor, minimum: Tensor | None, dtype: DType) -> Block
 
 
 def range_blocks(values: Tensor, dtype: DType) -> Blocks:
-    """Return the numbers of blocks whose groups cover all values (M, values of a block), without a search."""
+    """Return scales and minimums with which groups cover all values (M, values of a block), without a search."""
     groups = values.view(len(values), _groups(dtype), -1)
     low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     if dtype.has_minimums:
@@ -100,7 +100,7 @@ def range_blocks(values: Tensor, dtype: DType) -> Blocks:
 
 
 def expand(blocks: Blocks, rows: int, dtype: DType) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return scales (N, G), zero points (N, G) or None, and the blocks' own numbers (N, B, 1 or 2), all float32.
+    """Return scales (N, G), zero points (N, G) or None, and `step` with any `offset` (N, B, 1 or 2), all float32.
 
     Args:
         blocks: blocks of all rows, row by row.
@@ -115,12 +115,12 @@ def expand(blocks: Blocks, rows: int, dtype: DType) -> tuple[Tensor, Tensor | No
 
 
 def zero_points(scale: Tensor, minimum: Tensor, dtype: DType) -> Tensor:
-    """Return the zero points, no whole numbers, with which (code - zero point) * scale counts from -minimum."""
+    """Return the zero points, not rounded, with which (code - zero point) * scale starts at -minimum."""
     return minimum / scale + dtype.minimum
 
 
 def collect(scale: Tensor, zero_point: Tensor | None, block_scale: Tensor, dtype: DType) -> Blocks:
-    """Return the numbers of blocks of a weight: the inverse of `expand`."""
+    """Return the blocks of a weight: the inverse of `expand`."""
     step = block_scale[..., :1].reshape(-1, 1)
     scales = scale.reshape(len(step), -1)
     whole = (scales / step).round_()
@@ -131,7 +131,7 @@ def collect(scale: Tensor, zero_point: Tensor | None, block_scale: Tensor, dtype
     return Blocks(step, offset, whole, _ratio(minimum, offset).round_())
 
 
-# Parts of the largest whole number that the largest scale of a block may become.
+# The largest scale of a block becomes one of these fractions of the largest whole number.
 _PARTS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)
 
 
@@ -158,13 +158,17 @@ def _multiples(scale: Tensor, step: Tensor, dtype: DType) -> Tensor:
 
 
 def _completed(step: Tensor, offset: Tensor | None, scales: Tensor, minimums: Tensor | None) -> Blocks:
-    """Replace what a zero point in float32 cannot tell apart or divide by: scales of 0 and tiny minimums."""
+    """Make the numbers safe to convert to float32 zero points (minimum / scale).
+
+    Replace scales of 0, by which nothing can be divided, and set minimums to 0 that are too small for the zero point to
+    identify.
+    """
     step = torch.where(step == 0, _LEAST_SCALE, step)
     scales = torch.where(scales == 0, 1.0, scales)
     if offset is None or minimums is None:
         return Blocks(step, None, scales, None)
     tiny = offset * minimums < _LEAST_MINIMUM * step * scales
-    # Of a block with one group there is no whole number to clear.
+    # A block with one group stores no whole number for its minimum, so its offset is cleared.
     offset = torch.where(tiny.all(1, keepdim=True), 0.0, offset)
     return Blocks(step, offset, scales, torch.where(tiny, 0.0, minimums))
 
@@ -227,7 +231,7 @@ def _improve_affine(groups: Tensor, weights: Tensor, start: Blocks, dtype: DType
     """Find the best codes for these float16 numbers, changing scales and minimums by at most one.
 
     Returns:
-        error (M,), codes (M, S, n), and the four numbers of the blocks.
+        error (M,), codes (M, S, n), and the fields of `Blocks`.
     """
     step, offset, scales, minimums = start
     assert offset is not None and minimums is not None
@@ -260,7 +264,7 @@ def _fit_pair(groups: Tensor, weights: Tensor, first: Tensor, second: Tensor) ->
 
 
 def _search_symmetric_blocks(groups: Tensor, weights: Tensor, dtype: DType) -> Blocks:
-    weights = weights + 1e-12  # a block of zeros has an error too
+    weights = weights + 1e-12  # zeros may have a weight of 0, but must count
     scale = _search_symmetric(groups, weights, dtype)  # (M, S), signed
     extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
     # Whole numbers reach one further below zero than above, so the extreme one becomes the lowest.

@@ -1,4 +1,4 @@
-"""A quantized weight: integer or FP8 codes with their scales. Independent of any file format or kernel layout.
+"""A quantized weight: integer or float codes with their scales, independent of any file format or kernel layout.
 
 Shapes: N outputs, K inputs, G scales per row, g = K / G.
 """
@@ -25,10 +25,11 @@ class QuantizedTensor:
         group_index: (K,) int64, the group of each input; None = group k // g for input k.
         global_scale: (1,) float32, already included in `scale`; kept to write two-level scales exactly.
         value_dtype: dtype in which loaders compute the values; None = the dtype of the scale.
-        input_scale: (1,) calibrated scale of the linear's input, or its global scale for types with two levels; formats
-            store it beside the weight.
-        block_scale: (N, B, 1) or (N, B, 2) float32, the scale of each block of a ggml type, and the number that
-            multiplies its minimums; both already included in `scale` and `zero_point`, which is float32 then.
+        input_scale: (1,) calibrated scale of the linear's input, or the input's global scale for types with two levels
+            of scales; formats store it beside the weight.
+        block_scale: float32, only for ggml types: (N, B, 1) the scale of each block or, for types with minimums,
+            (N, B, 2) that scale and the factor of the block's minimums. `scale` and `zero_point` already include them;
+            `zero_point` is then float32.
     """
 
     codes: Tensor

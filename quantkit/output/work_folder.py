@@ -52,7 +52,7 @@ class WorkFolder:
         return self.path / "replaced"
 
     def clear(self) -> None:
-        """Delete everything but the marker; files first, so that a killed run leaves no files about missing folders."""
+        """Delete everything but the marker; files first, so that a killed run leaves no file about a missing folder."""
         self.put_back()
         for entry in sorted(self._entries(), key=Path.is_dir):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -147,7 +147,7 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
-            if _is_at(descriptor, path / MARKER):  # or another run has removed the marker since
+            if _is_at(descriptor, path / MARKER):  # otherwise another run has removed it since: try again
                 _check_owner(path, option)
                 known = _read_marker(descriptor, path, option)
                 # From here on the caller closes the descriptor, and with it gives up the lock.
@@ -183,7 +183,7 @@ def _create(path: Path, option: str) -> bool:
 def _check_owner(path: Path, option: str) -> None:
     """Refuse another user's folder in a shared directory such as /tmp: a run would resume from the weights in it."""
     parent, owner = path.parent.stat(), path.lstat().st_uid
-    # The rule of Linux for links in sticky directories: their owner, or root, could replace anything there anyway.
+    # As Linux does for links in sticky directories: the directory's owner and root could replace anything in it anyway.
     if parent.st_mode & stat.S_ISVTX and owner not in (os.geteuid(), parent.st_uid, 0):
         raise OutputError(
             f"{path} belongs to another user (uid {owner}), and quantkit does not continue another user's work; "
@@ -192,7 +192,7 @@ def _check_owner(path: Path, option: str) -> None:
 
 
 def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
-    """Return the contents of the marker; empty for a new marker, or if its writer was killed at once."""
+    """Return the contents of the marker; empty if it is new or its creator was killed before writing them."""
     text = os.pread(descriptor, 1 << 16, 0)
     if not text and list(path.iterdir()) == [path / MARKER]:
         return {}

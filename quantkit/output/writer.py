@@ -92,7 +92,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
 
     Args:
         folder: folder of the checkpoint.
-        weight_map: file name by tensor name.
+        weight_map: name of the file of each tensor, keyed by the name of the tensor.
         total_size: bytes of all tensors.
     Raises:
         ResourceError, OutputError: see `write_shard`.

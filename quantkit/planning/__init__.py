@@ -1,6 +1,7 @@
-"""Estimates before any work: bytes, what fits, and time limits of a model, from its config or shard headers only.
+"""Estimates for a model before any work: sizes in bytes, what fits on a device, and lower bounds on the time of a step.
 
-No torch, unless a recipe is loaded. All figures are computed; `benchmark` and `evaluate` measure.
+They come from its config or shard headers only, and torch is not imported unless a recipe is loaded. All figures are
+computed; `benchmark` and `evaluate` measure.
 """
 
 from quantkit.engine_rules.data_sheets import DEVICES, Device, find_device, make_device

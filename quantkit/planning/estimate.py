@@ -36,7 +36,7 @@ HEADS = {"int8": memory.INT8_WEIGHTS, "int4": memory.INT4_WEIGHTS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRow:
-    """Weights under one scheme; if `problem` says why the scheme is impossible, the sizes are meaningless."""
+    """Weights under one scheme; `problem` says why it is impossible (the sizes are then meaningless), or is None."""
 
     scheme: memory.WeightChoice
     size: memory.WeightBytes
@@ -171,7 +171,7 @@ def find_shape(model: str | Path | None, shape_file: str | Path | None, params: 
     """Return the shape of the given model; without arguments, of the bundled demo model.
 
     Raises:
-        InputError: several models are given, or see `source`.
+        InputError: several models are given; or see `planning.source`.
     """
     given = [name for name, value in (("MODEL", model), ("--shape", shape_file), ("--params", params)) if value]
     if len(given) > 1:
@@ -206,11 +206,11 @@ def estimate(
         params: `7B` or `30B-A3B`, instead of a model.
         recipe: a shipped name or a file; None = a table of the usual number types.
         overrides: recipe fields to replace.
-        device: see `devices.make_device`; None = sizes only.
+        device: see `make_device`; None = sizes only.
         context: tokens per sequence; None = 4096, or the model's limit if that is lower.
         batch: number of sequences.
         prompt: prompt tokens; None = the context.
-        kv_cache: form of the cache; None = compare them.
+        kv_cache: form of the cache; None = compare several.
         head: "int8" or "int4" quantizes the output head at load.
         engine: engine that will read the recipe's result; None = report on every engine.
         kv_budget: maximum number of tokens per sequence that the cache keeps, or a share of the context; None = all.
@@ -265,7 +265,7 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
     if (kept := eviction.kept(context)) < context:
         window = max((layer.attention.window or 0 for layer in shape.layers), default=0)
         eviction = replace(eviction, page_size=fitting_page_size(kept, DEFAULT_PAGE_SIZE, window))
-        KVBudget(tokens=kept, page_size=eviction.page_size, chunk=STEP_TOKENS, window=window)  # refuses too few
+        KVBudget(tokens=kept, page_size=eviction.page_size, chunk=STEP_TOKENS, window=window)  # checks the size
     return eviction
 
 

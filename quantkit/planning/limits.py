@@ -16,7 +16,7 @@ from quantkit.planning import memory
 from quantkit.planning.shape import ModelShape
 from quantkit.runtime.config import TOKEN_BUDGET
 
-_MAX_TOKENS = 1 << 30  # of a model that names no limit
+_MAX_TOKENS = 1 << 30  # limit for a model that names none
 RESERVE = 0.05
 """Share of the memory that is left to the driver, the allocator and graphs."""
 
@@ -32,7 +32,7 @@ class DeviceFit:
         weight_bytes, activation_bytes, reserve_bytes: memory used by weights and activations, and memory kept in
             reserve.
         cache_bytes: memory left for the cache; may be negative.
-        fits: whether it is not negative.
+        fits: whether `cache_bytes` is not negative.
         largest_batch: maximum number of sequences of the given context; None = the cache is unknown.
         largest_context: longest context for the given number of sequences, up to the model's limit; None = the cache is
             unknown.
@@ -72,7 +72,7 @@ class Eviction:
         return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
-        """Return the extra bytes of a sequence during a prompt chunk, because eviction follows its attention."""
+        """Return the extra bytes of a sequence during a prompt chunk: tokens are evicted only after its attention."""
         kept = self.kept(context)
         most = min(context, kept - 1 + chunk) if kept < context else kept
         before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))
@@ -112,7 +112,7 @@ def device_fit(
     if shape.layers:
         one = eviction.sequence_bytes(shape, context, form) + 4 * shape.vocab_size  # its logits
         beside = eviction.chunk_bytes(shape, context, form)
-        # The logits of `batch` sequences are already taken off `left`, and here each sequence pays for its own.
+        # `left` already excludes the logits of `batch` sequences; here they are part of each sequence.
         sequences = max(0, int((left - beside + 4 * shape.vocab_size * batch) // one))
         longest = _longest(shape, form, left, batch, limit, eviction)
     return DeviceFit(
@@ -128,7 +128,7 @@ def device_fit(
 
 
 def _longest(shape: ModelShape, form: KVForm, budget: float, batch: int, limit: int, eviction: Eviction) -> int:
-    """Return the longest context for this many sequences whose cache fits; its size never shrinks with length."""
+    """Return the longest context at which `batch` caches fit, by bisection: a cache never shrinks with length."""
 
     def size(tokens: int) -> float:
         beside = eviction.chunk_bytes(shape, tokens, form)

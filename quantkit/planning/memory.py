@@ -20,7 +20,7 @@ from quantkit.planning.shape import ModelShape
 from quantkit.quantities import fitting_group
 
 _SHAPE_BYTES = 16  # weight_shape: two int64 beside every packed weight
-_PRODUCTS = {"nvfp4": "fp4", "mxfp4": "fp4", "mxfp8": "fp8"}  # by the type of the inputs
+_PRODUCTS = {"nvfp4": "fp4", "mxfp4": "fp4", "mxfp8": "fp8"}  # type of products, keyed by type of inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
         linear: a `quantkit.numerics.scheme.LinearScheme`, not imported here because that would import torch.
         layout: on-disk format of the recipe.
     """
-    from quantkit.formats import REGISTRY  # reads schemes, so torch is there already
+    from quantkit.formats import REGISTRY  # imports torch, which the scheme has imported already
 
     weight, activation, format_ = linear.weight, linear.activation, REGISTRY.load(layout)
     return WeightForm(
@@ -158,7 +158,7 @@ def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> Weigh
         form: form of the linears.
         head: form of the output head.
     """
-    # A type without scales is that of norms and embedding too; a quantized one is of linears alone.
+    # A type without scales applies to norms and embedding too; a quantized type applies to linears only.
     plain = form if form is not None and not form.scaled else None
     return WeightChoice(
         name="as stored" if form is None else form.name,
@@ -199,7 +199,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
         return _counted(shape, scheme)
     if shape.quantized and scheme.as_stored:
         stored = shape.stored_bytes or 0
-        # A step looks up rows of the embedding, but multiplies with all of it where it is the head too.
+        # A step looks up a few rows of the embedding, but if the embedding is also the head, it reads all of it.
         unread = shape.dtype_bytes * (shape.embedding if shape.head else 0)
         scale = (stored - unread) / max(1, shape.num_parameters - (shape.embedding if shape.head else 0))
         return _alike(stored, 8 * scale, _touched(shape, batch))
@@ -223,7 +223,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
     head_read = shape.head_parameters * size
     if scheme.head is not None:
         head_read = scheme.head.matrix_bytes(shape.vocab_size, shape.hidden_size, size)
-        # A head that is the embedding becomes a copy of its own; on disk nothing changes.
+        # If the head is tied to the embedding, the quantized head is a second copy in memory; on disk nothing changes.
         total += head_read - head
     return WeightBytes(
         bits_per_weight=8 * quantized / codes if codes else 8.0 * size,
@@ -297,7 +297,7 @@ def compression_bytes(
 
 
 def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
-    """Return the weight sizes of a model of known parameter count only: all weights have the same form."""
+    """Return the weight sizes of a model of which only the parameter count is known: all weights have the same form."""
     form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
     bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
     return _alike(round(shape.num_parameters * bits / 8), bits, shape.active_parameters)
@@ -318,7 +318,7 @@ def _touched(shape: ModelShape, batch: int) -> float:
 
 
 def _width(layer: LayerTensors) -> int:
-    """Return the numbers per token in a layer's activations: the wider of attention and MLP, each with its output."""
+    """Return how many activations per token a layer has: widest input plus all outputs, of attention or of the MLP."""
     widths = []
     for attention in (True, False):
         chosen = [m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention]

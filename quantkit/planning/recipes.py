@@ -1,4 +1,4 @@
-"""Effect of a recipe on a model of known shape: the form of each matrix, and reasons why it may not work.
+"""Effect of a recipe on a model of known shape: the form of each matrix, and why the recipe may not work.
 
 Loading a recipe imports torch; plans without a recipe do not use this module.
 """
@@ -33,7 +33,7 @@ class RecipePlan:
         conflicts: reasons why the recipe cannot run, one line each; an error quotes the first.
         cache: form of the KV cache, ignoring outliers; None = unchanged.
         stored: contents of the resulting checkpoint, for engines.
-        notes: one sentence for each case of groups smaller than the recipe asks.
+        notes: one sentence for each case in which groups are smaller than the recipe asks for.
     """
 
     name: str
@@ -67,7 +67,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         sets = family.sets_of_layer(sizes.__contains__)
         layers.append(LayerLinears(f"{shape.prefix}.{index}", sizes, sets))
     unlisted, asked = TOWERS in shape.remarks, recipe
-    with suppress(InputError):  # which are listed below
+    with suppress(InputError):  # `conflicts` below lists the problems
         recipe = fit(recipe, family, layers, shape.stored, unlisted=unlisted)[0]
     assigned = assign(recipe, layers, shape.stored)
     schemes = {scheme for of_layer in assigned for scheme in of_layer.values() if scheme is not None}

@@ -27,14 +27,14 @@ class ModelShape:
         layers: one entry per layer; empty if only a parameter count is known.
         prefix: full name of the list of layers, `model.layers`.
         embedding: parameters of the token embedding.
-        head: parameters of the output head; 0 when it is the embedding.
+        head: parameters of the output head; 0 if it shares the embedding.
         other: parameters outside layers, embedding and head.
         active_total: parameters per token if only their number is known; None = computed from the layers.
         stored_bytes: bytes of all tensors, if headers are known.
         quantized: whether the checkpoint is already quantized, so that `stored_bytes` is the size of its weights.
         remarks: what the count leaves out or assumes.
         cache: KV cache settings of the checkpoint; None = it has none.
-        stored: for a quantized checkpoint: the `LinearScheme` of a linear by full name.
+        stored: returns the `LinearScheme` with which a quantized checkpoint stores a linear, given its full name.
     """
 
     name: str
@@ -83,7 +83,7 @@ class ModelShape:
     def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape | StateShape, KVForm]]:
         """Return the cache of each layer and its form.
 
-        Layers with a window are not quantized: they keep few tokens, and their errors are known to cost accuracy.
+        Caches of layers with a window are not quantized: they hold few tokens, and their errors cost accuracy.
         """
         plain = find_kv_form("auto", self.dtype)
         for index, layer in enumerate(self.layers):

@@ -29,7 +29,7 @@ from quantkit.planning.shape import ModelShape
 from quantkit.quantities import parse_parameters, scaled_count
 from quantkit.safety.untrusted import parse_yaml, read_object, read_text
 
-# What a shape file may say: every entry of a config.json that the count reads.
+# Entries that a shape file may have: all that the count reads from a config.json.
 KEYS = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype"),
@@ -121,7 +121,7 @@ def _from_folder(folder: Path, name: str) -> ModelShape:
 
 
 def _own_names(model: ModelDescription, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return headers under the model's own tensor names, if files use the names of the original release."""
+    """Return headers keyed by names in the model, even if files use the names of the original release."""
     names = None if model.family.published is None else model.family.published(tuple(tensors))
     return tensors if names is None else {own: tensors[name] for name, own in names.own(tuple(tensors)).items()}
 
@@ -129,7 +129,7 @@ def _own_names(model: ModelDescription, tensors: dict[str, TensorInfo]) -> dict[
 def _has_codes(data: dict[str, Any]) -> bool:
     """Whether weights are quantized, and not only the KV cache."""
     section = data.get("quantization_config")
-    # No groups beside a scheme for the cache: compressed-tensors' way to say that weights are as they were.
+    # Empty `config_groups` are how compressed-tensors says that only the cache is quantized.
     return section is not None and not (isinstance(section, dict) and section.get("config_groups") == {})
 
 
@@ -143,7 +143,7 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
 
     try:
         schemes = read_cache_schemes(data, len(shape.layers))
-    except SchemeError:  # which the runtime says and does not follow
+    except SchemeError:  # the runtime reports it and ignores the settings
         return None
     return None if schemes is None else form_of_schemes("checkpoint", schemes, shape.dtype_bytes)
 
@@ -156,7 +156,7 @@ def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
 
     @functools.cache
     def reader() -> Any:
-        # Imported where a recipe keeps codes: torch and transformers' libraries come with it.
+        # Imported only when a recipe keeps codes, because these modules import torch and transformers' libraries.
         from quantkit.checkpoints.dense_source import open_dense
         from quantkit.checkpoints.model_reader import ModelReader
 
@@ -183,7 +183,7 @@ def description_of(data: dict[str, Any], where: str) -> ModelDescription:
 def _read(path: Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         return checked_names(read_object(path, ModelError, "correct it or download it again"), str(path))
-    data = parse_yaml(read_text(path, ModelError), str(path), ModelError)  # which JSON is, too
+    data = parse_yaml(read_text(path, ModelError), str(path), ModelError)  # JSON is YAML, too
     if not isinstance(data, dict):
         raise ModelError(f"{path} is not a mapping of names to sizes; use the entries of a config.json")
     return checked_names(data, str(path))

@@ -17,11 +17,11 @@ RATES = {
     "valid_calls": "call tools validly",
 }
 
-_BRIEF = (30, 90, 3)  # characters before and after the place where texts part, and examples
+_BRIEF = (30, 90, 3)  # characters before and after the first difference; number of examples
 
 
 def behaviour_tables(report: Report, *, brief: bool = True) -> list[Table]:
-    """Return the tables that were measured: margins, rates, KL and examples; `brief`: cut to where the texts part."""
+    """Return the tables with data: margins, rates, KL, and examples, which `brief` cuts around the first difference."""
     behaviour = report.behaviour
     made = (
         *(margin_table(behaviour), rate_table(report.comparisons)),

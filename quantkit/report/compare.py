@@ -22,7 +22,7 @@ from quantkit.results.statistics.summary import median
 
 QUALITIES = (("recovery", "recovery, %", True), ("perplexity_ratio", "perplexity ratio", False), ("kl", "KL", False))
 _PERPLEXITY = Column("perplexity", lambda ratio: f"{number(ratio, 4)}x", detail=True)
-_OF_AN_ORIGINAL = {"recovery": 100.0, "perplexity_ratio": 1.0, "kl": 0.0}  # beside itself
+_OF_AN_ORIGINAL = {"recovery": 100.0, "perplexity_ratio": 1.0, "kl": 0.0}  # of an original, compared with itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
             f"a comparison needs at least two reports, or one report that includes its original; found {len(reports)}"
         )
     metrics = [gate_numbers(report) for report in reports]
-    # The first number that all reports have: entries that are ranked by different ones share no axis.
+    # The first metric that all reports have, because entries with different metrics cannot be ranked.
     quality, label, higher = next((q for q in QUALITIES if all(q[0] in values for values in metrics)), QUALITIES[0])
     workload = _shared_workload(reports)
 
@@ -168,7 +168,7 @@ def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks:
     """Render comparisons as an HTML page.
 
     Args:
-        comparisons: comparisons by the heading of their section.
+        comparisons: comparisons, keyed by the heading of their section.
         remarks: sentences above all sections.
     Raises:
         ReportError: matplotlib or jinja2 is not installed.
@@ -233,7 +233,7 @@ def _plot(
 
 def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[ComparedCheckpoint]:
     """Set `on_front` of the entries; only entries with known size and quality take part."""
-    # Speed counts only where every entry has it: one that was not timed wins or loses by default.
+    # Speed counts only if every entry was timed; otherwise an entry without times would win or lose by default.
     timed = all(e.itl_s is not None for e in entries)
     costs = {
         e: (float(e.num_bytes), -e.quality if higher else e.quality, *([e.itl_s or 0.0] if timed else []))

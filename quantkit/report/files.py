@@ -47,7 +47,7 @@ LOADERS = {  # title, language and code, of each engine that a format may name
 
 def render_markdown(report: Report) -> str:
     """Render the model card of a checkpoint, including its front matter."""
-    # A card is published: directories tell user names and mean nothing elsewhere.
+    # A card is published, and paths would reveal user names and mean nothing on other machines.
     report = _without_paths(report)
     model, original = report.model, report.baseline_model
     source = original.name if original else (report.compression.model if report.compression else "another model")
@@ -55,7 +55,7 @@ def render_markdown(report: Report) -> str:
         source = f"[{source}](https://huggingface.co/{original.hub_id})"
     gates = [f"- {plain(line)}" for line in gate_lines(report.gates)]
     known = model.license or (original.license if original else None)
-    # The hub resolves `base_model`: a local name there points at a stranger's model or at none.
+    # The hub resolves `base_model`: a local name would point at a stranger's model or at none.
     origin = {"base_model": original and original.hub_id, "license": known}
     parts = [
         front_matter(origin, model.format, *model.scheme.split()[:1]),
@@ -123,7 +123,7 @@ def front_matter(origin: Mapping[str, Any], format_name: str, *tags: str) -> str
     format_ = _format(format_name)
     entries = {name: entry for name, entry in origin.items() if entry is not None}
     if "base_model" in entries:
-        # Taken out and put back, so that the relation stands right behind the model that it is about.
+        # Removed and added again, so that `base_model_relation` directly follows `base_model`.
         entries |= {"base_model": entries.pop("base_model"), "base_model_relation": "quantized"}
     entries |= {"library_name": format_.library if format_ else "transformers", "pipeline_tag": "text-generation"}
     named = (format_ and format_.tag) or format_name
@@ -135,7 +135,7 @@ def markdown_table(table: Table) -> str:
     """Render a table in GitHub's Markdown."""
     rules = ("---" if column.is_text else "---:" for column in table.columns)
     rows = [[column.title for column in table.columns], rules, *table.cells]
-    # A bar inside a cell begins another column.
+    # A bar inside a cell would begin another column.
     text = "\n".join("| " + " | ".join(plain(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
     return "\n\n".join(part for part in (table.title and f"{plain(table.title)}:", text, plain(table.note)) if part)
 
@@ -162,7 +162,7 @@ def loading(format_name: str, path: str, engines: Sequence[EngineReading]) -> st
 
 def _format(name: str) -> Format | None:
     """Return the format of that name; None if it is unknown, e.g. written by a newer version."""
-    from quantkit.formats import REGISTRY  # they bring torch, which only a card waits for
+    from quantkit.formats import REGISTRY  # imports torch, which only a card needs
 
     known: Format | None = REGISTRY.all().get(name)
     return known
@@ -192,7 +192,7 @@ def read_report(path: Path | str) -> Report:
 
 
 def json_ready(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent by None."""
+    """Replace with None the numbers that JSON cannot represent: NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -204,7 +204,7 @@ def render_junit(report: Report) -> str:
     """Render gates and comparisons of a report as JUnit test suites."""
     gates, comparisons, add = len(report.gates), len(report.comparisons), ElementTree.SubElement
     failed = str(sum(not gate.held for gate in report.gates))
-    # The name comes first: by that a file of quantkit's is known, see `SIGNS`.
+    # The name comes first, because quantkit recognizes its own files by it; see `SIGNS`.
     name = f"quantkit verify {report.model.name}"
     root = ElementTree.Element("testsuites", {"name": name, "tests": str(gates + comparisons), "failures": failed})
     suite = add(root, "testsuite", {"name": "gates", "tests": str(gates), "failures": failed})
@@ -221,11 +221,11 @@ def render_junit(report: Report) -> str:
         text = f"{values}; recovery {recovery_text(comparison)}; {VERDICTS[comparison.verdict]}"
         add(case, "system-out").text = text
     ElementTree.indent(root)
-    # Most control characters are none of XML's.
+    # XML does not allow most control characters.
     return f'<?xml version="1.0" encoding="utf-8"?>\n{printable(ElementTree.tostring(root, encoding="unicode"))}\n'
 
 
-# By name, words that every such file of quantkit's has near its beginning.
+# Words near the beginning of every such file that quantkit writes, keyed by file name.
 SIGNS = {
     "report.json": '"bits_per_weight"',
     "junit.xml": 'testsuites name="quantkit ',
@@ -249,12 +249,12 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
         report: the report.
         directory: directory, created if it does not exist.
     Returns:
-        The files by kind ("json", "junit", "card", "html"), and the reason if the page was not written, e.g. a missing
-        package; empty if it was.
+        The files, keyed by kind ("json", "junit", "card", "html"), and the reason why the page was not written, e.g. a
+        missing package; empty if it was.
     Raises:
         OutputError, ResourceError: the directory cannot be written.
     """
-    from quantkit.output.writer import write_text, writing  # with torch, which readers of a report do not wait for
+    from quantkit.output.writer import write_text, writing  # imports torch, which reading a report does not need
 
     directory = Path(directory)
     with writing(directory):
@@ -277,7 +277,7 @@ def _alone(directory: Path) -> Iterator[None]:
     # The directory itself is locked, so that no lock file stays in a checkpoint.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with suppress(OSError):  # not every file system can
+        with suppress(OSError):  # not every file system has locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

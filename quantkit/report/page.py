@@ -19,22 +19,22 @@ from quantkit.results.statistics.summary import fit_gaps
 
 DEFINITIONS = (
     ("Recovery", "The model's score in per cent of the original's, on the same items. For perplexity, where lower "
-        "is better: the original's in per cent of the model's."),
-    ("95 % interval", "Tango's score interval for right-or-wrong items, Nam and Blackwelder's for their ratio. "
-        "Student's t for other scores, and for perplexity, where windows are the independent units. A mean over "
-        "tasks gives all tasks equal weight."),
+        "is better, it is the original's perplexity in per cent of the model's."),
+    ("95 % interval", "For right-or-wrong items, Tango's score interval of the difference, and Nam and Blackwelder's "
+        "interval of the ratio. For other scores, and for perplexity, whose windows are the independent units, "
+        "Student's t. A mean over tasks gives all tasks equal weight."),
     ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's "
         "exact test for right-or-wrong items, Student's t otherwise.")),
     ("Noise", "Change of the original's number when it computes in another dtype. A difference of at most this "
         "size is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
-    ("Margin", "Logit of the token that the original decided on, less that of the best other one; each prompt counts "
-     "once. A decision is flipped where the model's likeliest token is another one."),
+    ("Margin", "Logit of the token that the original chose, minus the highest logit of another token; each prompt "
+     "counts once. A decision is flipped if the model's likeliest token is not the one that the original chose."),
     *((name, f"{meaning.capitalize()}: {text}") for name, (meaning, text) in speed_tables.LATENCIES.items()),
     ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
-    ("MBU, MFU", "Model bandwidth utilization and model FLOP utilization: the share of the copy bandwidth, and of the "
-     "rate of a large matrix product, that a step reached."),
-    ("Floor", "The longer of bytes / copy bandwidth and operations / matrix-product rate, both measured in this run."),
+    ("MBU, MFU", "Model bandwidth utilization and model FLOP utilization: the share of the memory bandwidth, and of "
+     "the rate of a large matrix product, that a step reached."),
+    ("Floor", "The longer of bytes / memory bandwidth and operations / matrix-product rate, as measured in this run."),
 )  # fmt: skip
 
 
@@ -112,7 +112,9 @@ def _fidelity(report: Report) -> PageSection | None:
 
 def _behaviour(report: Report) -> PageSection | None:
     shown: list[Table | None] = [*behaviour_tables.behaviour_tables(report, brief=False)]
-    text = ["Both models answered chat prompts with the same seeds; margins and KL are of the original's answers."]
+    text = [
+        "Both models answered chat prompts with the same seeds. Margins and KL are those on the original's answers."
+    ]
     return _section("behaviour", "Behaviour", shown or [None], text=text)
 
 
@@ -192,7 +194,7 @@ def render_html(report: Report) -> str:
     """Render the page of one report.
 
     Raises:
-        ReportError: matplotlib or jinja2 is not installed; the message names the command.
+        ReportError: matplotlib or jinja2 is not installed; the message gives the command that installs it.
     """
     against = f"against {report.baseline_model.name}" if report.baseline_model else "without an original beside it"
     made = [report.compression.recipe if report.compression else "", report.model.scheme, report.model.format]

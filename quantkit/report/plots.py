@@ -36,7 +36,7 @@ def accuracy_plot(report: Report) -> str | None:
             if row.recovery_low is not None and row.recovery_high is not None:
                 axes.plot([row.recovery_low, row.recovery_high], [position, position], color=MODEL, linewidth=2.4)
             axes.plot([row.recovery], [position], "o", color=MODEL, markersize=6.5)
-        # An empty line for the legend: interval and point are drawn apart, and once for every row.
+        # An empty line for the legend, because interval and point are drawn separately in every row.
         axes.plot([], [], "o-", color=MODEL, linewidth=2.4, label="model, 95 % interval")
         axes.set_yticks(range(len(rows)), [_short(row.subject) for row in rows])
         axes.grid(axis="y", visible=False)
@@ -74,7 +74,7 @@ def heat_edges(values: Sequence[float]) -> list[float]:
     """Return the limits between the six shades, in equal ratios from the lower quartile to the largest value."""
     ordered = sorted(max(value, 1e-12) for value in values)
     low, high = percentile(ordered, 25), max(ordered[-1], 1e-12)
-    # Equal values give edges without distance, hence labels that repeat.
+    # Equal values would give equal edges, and so repeated labels.
     high = max(high, 2 * low)
     steps = len(HEAT) - 1
     return [low * (high / low) ** (i / steps) for i in range(steps)]
@@ -104,13 +104,13 @@ def latency_plot(report: Report, quantity: str) -> str | None:
         return None
     with new_figure(5.2, 3.0) as (figure, axes):
         for label, values, (colour, dash, _) in sides:
-            # At most 201 points: one for each gap makes the page large and the curve no sharper.
+            # At most 201 points: one for each gap would make the page large and the curve no sharper.
             kept = values if len(values) < 200 else [percentile(values, p / 2) for p in range(201)]
             share = [100 * (i + 1) / len(kept) for i in range(len(kept))]
             axes.step([1000 * v for v in kept], share, where="post", color=colour, linestyle=dash, label=label, lw=2)
-        # One stall squeezes everything else to the left, so the axis ends a little beyond the 99th percentile.
+        # A stall would squeeze everything else to the left, so the axis ends a little beyond the 99th percentile.
         axes.set(xlim=(0, 1080 * max(percentile(values, 99) for _, values, _ in sides)), ylim=(0, 102))
-        axes.set(xlabel=f"{meaning}, ms", ylabel="% at most so long")
+        axes.set(xlabel=f"{meaning}, ms", ylabel="% up to this latency")
         figure.legend(**LEGEND)
         spoken = "; ".join(
             f"{label}: half within {number(1000 * percentile(values, 50))} ms, 99 % within "
@@ -193,7 +193,7 @@ def roofline_plot(report: Report) -> str | None:
             hollow = {"markerfacecolor": "none"} if label == "original" else {}
             intensities = [record.intensity for record in steps]
             axes.plot(intensities, rates, mark, color=colour, label=label, markersize=7, markeredgewidth=1.6, **hollow)
-        for position, record in enumerate(shown[1]):  # below each other where points lie close
+        for position, record in enumerate(shown[1]):  # at alternating heights, because points may lie close together
             text = f"{record.phase} {record.batch if record.phase == 'decode' else record.num_tokens}"
             spot, offset = (record.intensity, record.flops / record.seconds), (0, -16 - 12 * (position % 2))
             axes.annotate(text, spot, xytext=offset, textcoords="offset points", fontsize=10, color=INK, ha="center")
@@ -201,7 +201,7 @@ def roofline_plot(report: Report) -> str | None:
         axes.set(xlabel="operations per byte moved", ylabel="operations per second")
         figure.legend(**LEGEND)
         spoken = "; ".join(
-            f"{r.phase} of {r.num_tokens} tokens: {r.shown_share(r.mbu)} of copy bandwidth, "
+            f"{r.phase} of {r.num_tokens} tokens: {r.shown_share(r.mbu)} of the memory bandwidth, "
             f"{r.shown_share(r.mfu)} of the matrix-product rate"
             for r in shown[1]
         )
@@ -224,7 +224,7 @@ def pareto_plot(name: str, points: Sequence[Point], *, x_label: str, y_label: st
         return None
     with new_figure(5.2, 3.4) as (figure, axes):
         front = sorted((x, y) for _, _, x, y, best in points if best)
-        # Steps, not straight lines: nothing between two checkpoints is on offer.
+        # Steps, not straight lines, because there is no checkpoint between two points.
         axes.step([x for x, _ in front], [y for _, y in front], where="post", color=MUTED, linestyle=":", lw=1.6)
         for _, _, x, y, best in points:
             axes.plot([x], [y], "o", color=MODEL if best else MUTED, markersize=8 if best else 6)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quantkit.benchmark.no_cache import CacheComparison
 
 LATENCIES = {
-    "TTFT": ("time to first token", "request arrived to first token."),
+    "TTFT": ("time to first token", "from the arrival of the request to its first token."),
     "ITL": ("inter-token latency", "every gap between tokens, over all requests; its tail shows stalls."),
     "TPOT": (
         "time per output token",
@@ -101,7 +101,7 @@ def fit_table(fits: Iterable[tuple[str, PolynomialFit | None]]) -> Table | None:
         rows=tuple(rows),
         note=(
             "For ITL, tokens are those of the context; for TTFT, those of the prompt. a is the cost of weights and "
-            "overhead; b of ITL is that of the KV cache."
+            "overhead; for ITL, b is the cost of the KV cache."
         ),
     )
 

@@ -18,7 +18,7 @@ from quantkit.errors import ReportError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Placeholder -> CSS variable and what it is in a viewer without the page's style.
+# Placeholder -> CSS variable, and the colour in a viewer without the page's style.
 COLOURS = {
     # Near-black values that matplotlib does not write by itself, so replacing them hits nothing else.
     "#010203": ("--ink", "#1c2127"),
@@ -41,7 +41,7 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "quantkit",
     # Text as text can be searched, copied and read aloud; as outlines it cannot.
     "svg.fonttype": "none",
-    # Names come from files: matplotlib reads what stands between dollar signs as mathematics, and fails on other text.
+    # Names come from files, and matplotlib would parse text between dollar signs as mathematics, which may fail.
     "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 11,
@@ -73,7 +73,7 @@ def new_figure(width: float = 5.2, height: float = 3.2) -> Iterator[tuple[Figure
     except ImportError:
         raise ReportError(f"report.html needs matplotlib, which is not installed; {INSTALL}") from None
     defaults: Any = matplotlib.rcParamsDefault
-    # From the defaults: a user's matplotlibrc changes fonts and sizes, and with them the bytes.
+    # Start from the defaults: a user's matplotlibrc would change fonts and sizes, and so the bytes of the file.
     settings: Any = {**defaults, **STYLE, "backend": "svg"}
     with matplotlib.rc_context(settings):
         # `Figure`, not pyplot, which keeps figures alive in a global list.
@@ -91,11 +91,11 @@ def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
         description: text alternative for people who cannot see the figure.
     """
     buffer = io.StringIO()
-    # A date changes the bytes of equal reports.
+    # With a date, equal reports would have different bytes.
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = "<svg" + buffer.getvalue().partition("<svg")[2]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    # matplotlib's style element speaks of `*`, which in a page is everything.
+    # matplotlib's style element has the selector `*`, which would apply to the whole page.
     text = re.sub(r"<defs>\s*<style type=\"text/css\">.*?</style>\s*</defs>\s*", "", text, flags=re.DOTALL)
     text = _own_ids(text, name)
     for placeholder, (variable, fallback) in COLOURS.items():

@@ -74,7 +74,7 @@ def facts(rows: Iterable[tuple[str, str | None]], title: str = "") -> Table:
 
 
 _UNBOUNDED = 10_000
-_ROWS = 2_000  # drawn: rich takes a third of a millisecond for each
+_ROWS = 2_000  # maximum to draw: rich takes a third of a millisecond for each
 
 
 def terminal_table(table: Table, console: Console) -> RenderableType:
@@ -90,13 +90,13 @@ def terminal_table(table: Table, console: Console) -> RenderableType:
     left_out = len(table.rows) - _ROWS
     if left_out > 0:
         note = f"{table.note}\n" if table.note else ""
-        table = replace(table, rows=table.rows[:_ROWS], note=f"{note}{left_out} more rows: --json has all")
+        table = replace(table, rows=table.rows[:_ROWS], note=f"{note}{left_out} more rows; --json prints all")
     every = range(len(table.columns))
     drawn = _drawn(table, every)
-    # A measurement is cut off at the width that it is given.
+    # Measured without the console's width, at which rich would cut the result off.
     if console.measure(drawn, options=console.options.update(max_width=_UNBOUNDED)).maximum > console.width:
         drawn = _drawn(table, [position for position in every if not table.columns[position].detail])
-    # A note may be wider than its table, so it is none of rich's captions.
+    # Not a caption, which rich would wrap at the width of the table.
     return Group(drawn, Text(printable(table.note), style="dim")) if table.note else drawn
 
 
@@ -118,7 +118,7 @@ def _drawn(table: Table, positions: Sequence[int]) -> RenderableType:
             justify="left" if column.is_text else "right",
             # A number that is broken over two lines is misread; text may wrap.
             no_wrap=not column.is_text or names_rows,
-            # An ellipsis swallows the ends of paths, which are there to be copied.
+            # An ellipsis would hide the ends of paths, which users copy.
             overflow="fold",
             style="bold" if names_rows else "",
         )

@@ -129,7 +129,7 @@ def key_figures(report: Report) -> list[tuple[str, str, str]]:
     text = next((c for c in report.comparisons if c.subject.startswith("perplexity")), None)
     if text is not None:
         beside = f"{number(text.baseline)} before, {number(text.value)} now: {text.verdict}"
-        # A file may say zero.
+        # The number may come from a file and be zero.
         figure = f"{number(text.value / text.baseline, 4)}x" if text.baseline else number(None)
         figures.append(("Perplexity", figure, beside))
     for run, other in report.paired_runs[:1]:
@@ -213,7 +213,7 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
     if noise is not None:
         rows.insert(
             1,
-            ("mean KL expected in an equally exact arithmetic", " to ".join(map(number, fidelity.within(noise))), None),
+            ("mean KL to expect in another dtype", " to ".join(map(number, fidelity.within(noise))), None),
         )
     return Table(
         title=f"On {fidelity.data}, {fidelity.num_tokens:,} tokens",
@@ -241,7 +241,7 @@ def _known_tokens(fidelity: FidelityResult) -> str:
 def _first_divergence(fidelity: FidelityResult) -> str:
     """Format the median position of the first greedy token that differs."""
     length = fidelity.greedy_tokens
-    # A prompt that agrees throughout counts with its whole length: it is censored there, which a median bears.
+    # A prompt that agrees throughout counts with its whole length: a median tolerates such censored values.
     middle = median([length if d is None else d for d in fidelity.first_divergence])
     return MISSING if middle is None else f"{middle:g} of {length}"
 
@@ -272,7 +272,7 @@ def _additivity_note(sensitivity: SensitivityMap) -> str:
     if sensitivity.additivity is None:
         return ""
     sums = f"All at once: KL {number(sensitivity.total_kl)}; sum of the groups: {number(sensitivity.sum_kl)}"
-    # 1.4 is about 1 / 0.7: a ratio is as far off in both directions.
+    # 1.4 is about 1 / 0.7, so the range allows the same factor in both directions.
     adds_up = 0.7 <= sensitivity.additivity <= 1.4
     reading = "so the parts add up" if adds_up else "so the groups interact; single values are less reliable"
     return f"{sums} ({percent(100 * sensitivity.additivity, 0)}), {reading}."
@@ -289,7 +289,7 @@ def layer_table(title: str, values: Mapping[tuple[int, str], Any], show: Callabl
 
     Args:
         title: title of the table.
-        values: values by layer and fused group.
+        values: values, keyed by (layer, fused group).
         show: see `Column`.
     """
     groups = list(dict.fromkeys(group for _, group in values))

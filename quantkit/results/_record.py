@@ -1,11 +1,12 @@
-"""Base class of all records: convert them to plain data, and back with checks of every field's type.
+"""Base class of all records: converts a record to plain data, and plain data back, checking every field's type.
 
-Records may contain records, tuples, dicts, None, numbers, text and flags; everything else is refused with its path.
+Fields may hold records, tuples, dicts, None, numbers, text and flags. Other values are refused; the message gives the
+path of the field.
 Documents of earlier versions are converted to the current version.
 """
 
-# Not pydantic, which was tried: it refuses the null that stands for a float JSON cannot say, has no suggestion for a
-# misspelt field, describes both differently in its schema, and costs `quantkit inspect` 0.2 s of import.
+# Not pydantic, which was tried: it refuses the null that stands for a float that JSON lacks, suggests no name for a
+# misspelt field, describes both cases differently in its schema, and costs `quantkit inspect` 0.2 s of import.
 
 import dataclasses
 import types
@@ -21,12 +22,12 @@ RecordType = TypeVar("RecordType", bound="Record")
 SCHEMA_VERSION = 2
 """Version of quantkit.json, quantkit-run.json and report.json."""
 
-# Names of version 1, whatever record they stand in.
+# From a name in version 1 to the current name, in every kind of record.
 _RENAMED = {"damage": "sensitivity", "left_alone": "ignored", "unit": "group", "units": "groups"}
 
 
 class Record:
-    """Base of records that read themselves back; a subclass is a frozen, keyword-only, slotted dataclass."""
+    """Base class of records; every subclass is a frozen, keyword-only, slotted dataclass."""
 
     __slots__ = ()
 
@@ -49,7 +50,7 @@ class Record:
             raise ReportError(f"{where}: expected an object, found {type(data).__name__}")
         hints: dict[str, Any] = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
         if "schema_version" in hints:
-            data = _as_current(data, where)  # before the fields are looked at, which may be others in a later version
+            data = _as_current(data, where)  # before the fields are checked: a later version may have other ones
         for name in data:
             if name not in hints:
                 raise ReportError(f"{where}: unknown field {name!r}{suggestion(name, hints)}")
@@ -118,8 +119,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         raise ReportError(f"{where}: {value!r} is not one of {', '.join(map(repr, inner))}")
     # JSON has one number type, and writers of it may shorten 1.0 to 1.
     if kind is float and (value is None or type(value) is int):
-        return float("nan" if value is None else value)  # the writer stores null for what JSON cannot say
-    # Exact types: to `isinstance` a flag is an integer, and one in place of a number is a mistake.
+        return float("nan" if value is None else value)  # null stands for a number that JSON lacks, such as NaN
+    # Exact types: for `isinstance` a flag is an integer, but a flag in place of a number is a mistake.
     if kind is Any or origin is typing.Literal or type(value) is kind:
         return value
     raise ReportError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {value!r}")

@@ -1,11 +1,11 @@
-"""Records of a behaviour test: how firmly a model takes the original's decisions, and texts of both side by side."""
+"""Records of a behaviour test: how clearly a model takes the original's decisions, and answers of both models."""
 
 from dataclasses import dataclass
 
 from quantkit.results._record import Record
 
 MIN_PROMPTS = 8
-"""Prompts in which the original must take a kind of decision before a gate or an interval can be about it."""
+"""The original must take a kind of decision in at least this many prompts, or it has no gates and no interval."""
 
 DECISIONS = {
     "tool": "starts a tool call",
@@ -16,21 +16,21 @@ DECISIONS = {
     "option": "picks an option",
     "refusal": "begins a refusal",
 }
-"""Kinds of decisions and what the original does in them; `no_tool` counts where tools are offered, and JSON syntax is
-brackets, braces and quotes."""
+"""Kinds of decisions, and what the original does in each. `no_tool` counts only if the prompt offers tools; JSON syntax
+means brackets, braces and quotes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarginRecord(Record):
-    """Margins of one kind of decision: logit of the original's token less that of the best alternative.
+    """Margins of one kind of decision: logit of the original's token minus the logit of the best alternative.
 
     Args:
         kind: a key of `DECISIONS`.
-        num_decisions: decisions where the original's token was its likeliest; the others count nowhere.
-        num_prompts: prompts that these decisions are in, which are the independent items.
-        baseline, value: mean margin of the original and of the model, nats; each prompt counts once.
+        num_decisions: number of decisions in which the original chose its likeliest token; others are not counted.
+        num_prompts: number of prompts with such decisions; the statistics treat prompts as independent items.
+        baseline, value: mean margin of the original and of the model, nats; all prompts have the same weight.
         ratio, low, high: value / baseline and its 95 % interval; None with fewer than `MIN_PROMPTS` prompts.
-        flips: share of the decisions where the model's likeliest token is another one.
+        flips: share of the decisions in which the model's likeliest token is not the original's.
     """
 
     kind: str
@@ -51,8 +51,8 @@ class ExampleRecord(Record):
     Args:
         prompt: last message of the conversation.
         original, model: the answers.
-        parted: number of characters that both begin with.
-        lost: what the original's answer had and the model's has not, e.g. "valid_calls"; empty if nothing.
+        parted: number of characters at the beginning that both answers share.
+        lost: property that the original's answer has and the model's lacks, e.g. "valid_calls"; empty if there is none.
     """
 
     prompt: str
@@ -69,16 +69,16 @@ class BehaviourResult(Record):
     Args:
         prompts: name of the set of prompts.
         num_prompts, num_seeds: each prompt is answered once per seed.
-        num_left_out: prompts that the chat template or the context cannot take.
-        max_tokens: most tokens of an answer.
-        dialect: how the model writes tool calls, a file of `quantkit.runtime.dialects`.
+        num_left_out: number of prompts left out: the chat template refuses them, or they exceed the context.
+        max_tokens: maximum number of tokens of an answer.
+        dialect: dialect in which the model writes tool calls: the name of a file in `quantkit.runtime.dialects`.
         num_tokens: tokens of the original's answers.
         mean_kl: mean KL(original || model) of these tokens, nats.
-        quarter_kl: mean KL by quarter of `max_tokens`; None where no answer is that long.
-        entropy_kl: mean KL by quarter of the tokens, ordered by the entropy of the original's distribution.
-        entropy_limits: entropy that separates these quarters, nats.
+        quarter_kl: mean KL of the tokens in each quarter of `max_tokens`; None for a quarter that no answer reaches.
+        entropy_kl: mean KL of each quarter of the tokens, sorted by the entropy of the original's distribution.
+        entropy_limits: entropies that separate these quarters, nats.
         margins: one record per kind of decision that occurs.
-        examples: answers side by side, those that lost something first.
+        examples: answers side by side; first those with a `lost` property.
     """
 
     prompts: str
@@ -102,6 +102,6 @@ class BehaviourResult(Record):
 
     @property
     def flips(self) -> float | None:
-        """Share of all decisions that the model takes otherwise; None without decisions."""
+        """Share of all decisions in which the model's likeliest token is not the original's; None without decisions."""
         count = self.num_decisions
         return sum(record.flips * record.num_decisions for record in self.margins) / count if count else None

@@ -51,7 +51,7 @@ class RequestTiming(Record):
     Args:
         request_id: the engine's id of the request.
         prompt_tokens: length of the prompt.
-        arrived_s: time when it was due (poisson) or was sent (closed).
+        arrived_s: time when the request was due (poisson) or was sent (closed).
         token_s: time when each new token was returned; tokens of one speculative step share a time.
         finished_s: time when the request ended; None if it did not.
         cached_tokens: prompt tokens found in the prefix cache.
@@ -81,12 +81,12 @@ class RequestTiming(Record):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean gap of this request; None with fewer than two tokens."""
+        """Mean gap between successive tokens of this request; None with fewer than two tokens."""
         return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1) if len(self.token_s) > 1 else None
 
     @property
     def latency_s(self) -> float | None:
-        """Arrival to last token; None if no token came."""
+        """Time from arrival to the last token; None if no token came."""
         return self.token_s[-1] - self.arrived_s if self.token_s else None
 
 
@@ -126,8 +126,8 @@ class BenchmarkRun(Record):
 
     @property
     def context_gaps(self) -> tuple[tuple[int, float], ...]:
-        """Return (tokens in the cache, gap) for each step of all requests; ITL = a + b * context is fitted to it."""
-        # The step behind gap i had the prompt and i new tokens before it.
+        """Return (tokens in the cache, gap) of each step of all requests; ITL = a + b * context is fitted to these."""
+        # During gap i, counted from 1, the step reads the prompt and i new tokens.
         return tuple((t.prompt_tokens + i, gap) for t in self.requests for i, gap in enumerate(t.inter_token_s, 1))
 
     @property
@@ -154,7 +154,7 @@ class BenchmarkRun(Record):
         if limits == (None, None) or self.duration_s <= 0:
             return None
         first, rest = (math.inf if limit is None else limit for limit in limits)
-        # One without tokens meets no limit; one with a single token has no TPOT to miss.
+        # A request without tokens meets no limit; a request with a single token has no TPOT that could be too long.
         met = [t for t in self.requests if t.ttft_s is not None and t.ttft_s <= first and (t.tpot_s or 0.0) <= rest]
         return len(met) / self.duration_s
 
@@ -167,7 +167,7 @@ class MemoryRecord(Record):
         part: "weights", "kv pool", "activations", "graphs", "reserve", or "peak" for their sum.
         predicted_bytes: bytes computed before loading; None if they cannot be predicted.
         observed_bytes: bytes measured; None if they cannot be measured.
-        note: e.g. tokens of capacity of the KV pool.
+        note: e.g. how many tokens the KV pool can hold.
     """
 
     part: str
@@ -229,11 +229,12 @@ class RooflineRecord(Record):
     def shown_share(self, share: float) -> str:
         """Format a share of a ceiling, `mbu` or `mfu`; a word replaces shares above 100 %.
 
-        The word says whether the data came from caches, or the machine was busier while its ceiling was measured.
+        The word is "caches" if the data came from caches, or "busy" if the machine was busier during the measurement of
+        its ceiling.
         """
         if share <= 1.005:
             return f"{100 * share:.0f} %"
-        # Caches explain more than the whole bandwidth, never more than the whole matrix-product rate.
+        # Caches can explain more than 100 % of the bandwidth, but not of the matrix-product rate.
         return "caches" if self.in_caches and share == self.mbu else "busy"
 
     @property

@@ -14,12 +14,12 @@ class EngineReading(Record):
 
     Args:
         engine, release: engine and its version.
-        reads: "fast", "slow", "unknown" (no rule applies), "wrong" (it loads but computes wrong numbers) or "no"; the
-            worst of all linears.
-        reason: reason, or name of the kernel.
+        reads: "fast", "slow", "unknown" (no rule applies), "wrong" (the engine loads the checkpoint but computes wrong
+            numbers) or "no"; the worst case of all linears.
+        reason: why the engine reads the checkpoint in this way, or the name of its kernel.
         source: file and function in the engine's source.
         cache: how the engine stores the KV cache, if not as the checkpoint requests.
-        error: the engine's own error message if it refuses; "" = not known.
+        error: the engine's own error message if it refuses the checkpoint; "" = not known.
     """
 
     engine: str
@@ -65,16 +65,16 @@ class LinearRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheRecord(Record):
-    """KV cache that a checkpoint requests in one layer.
+    """KV cache that a checkpoint requests for one layer.
 
     Args:
         scheme: scheme of keys and values, as in config.json under `quantkit_kv_cache`.
         key_scale, value_scale: fixed scales, one or one per head; empty if every token has its own scale.
-        largest_key, typical_key: the largest magnitude of any key, and the root mean square of a typical channel in the
-            head where it is smallest; None without data.
-        noise_asked: estimated rounding noise with the recipe's scheme of keys, as a share of the mean square of an
-            ordinary channel, which is the median over the head's channels; of the worst head.
-        noise: estimated rounding noise with the chosen scheme of keys, as the same share.
+        largest_key, typical_key: the largest magnitude of any key, and the root mean square of a head's typical
+            channel, for the head where that is smallest; None without data.
+        noise_asked: estimated rounding noise of the worst head with the recipe's scheme for keys. It is a share of the
+            mean square of an ordinary channel, which is the median over the head's channels.
+        noise: the same share with the chosen scheme for keys.
     """
 
     scheme: dict[str, Any]
@@ -91,7 +91,7 @@ class LayerRecord(Record):
     """Compression of one decoder layer.
 
     Args:
-        index: 0 for the first.
+        index: layer number; the first layer is 0.
         name: full module name, e.g. `model.layers.0`.
         linears: one record per linear.
         output_snr_db: signal-to-noise ratio of the quantized layer's output for the same inputs; None without data.
@@ -130,7 +130,7 @@ class CalibrationRecord(Record):
     num_held_out: int = 0
 
     def describe(self) -> str:
-        """Short form for tables."""
+        """Return a short form for tables."""
         images = f", {self.num_with_images} of them with images" if self.num_with_images else ""
         held_out = f", and {self.num_held_out:,} held out" if self.num_held_out else ""
         return f"{self.num_samples} samples of {self.num_tokens:,} tokens{images}{held_out}"
@@ -142,7 +142,7 @@ class TowerRecord(Record):
 
     Args:
         num_linears: number of linears that could be quantized.
-        linears: linears that were quantized, without data; their names are full names.
+        linears: linears that were quantized without calibration data; their names are full module names.
     """
 
     num_linears: int
@@ -179,7 +179,7 @@ class CompressionResult(Record):
         resumed_layers: number of layers reused from an interrupted run.
         quantized_share: quantized share of the elements of all matrices in the decoder layers; None in earlier
             documents.
-        unquantized: number of unquantized elements by module name without layer and expert numbers.
+        unquantized: number of unquantized elements, keyed by module name without layer and expert numbers.
         tower: linears of vision and audio towers; None if the model has none.
         calibration: calibration data; None without data, and in earlier documents.
     """
@@ -241,14 +241,14 @@ def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
         return None
     name, few = min(counts.items(), key=lambda item: min(item[1]))
     notes = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
-    text = f"{len(few)} in each of {len(counts)} layers; fewest tokens routed to one: {min(few):,} ({name})"
+    text = f"{len(few)} in each of {len(counts)} layers; fewest tokens routed to one expert: {min(few):,} ({name})"
     return f"{text}; under-calibrated in {len(notes)} layers: {notes[0].rpartition('; ')[2]}" if notes else text
 
 
 def _describe_cache(record: CacheRecord) -> str:
     def side(name: str) -> str:
         kept = record.scheme.get(name)
-        return f"{name} ignored" if kept is None else f"{name} {kept['dtype']} per {kept['granularity']}"
+        return f"{name} unquantized" if kept is None else f"{name} {kept['dtype']} per {kept['granularity']}"
 
     rotated = ", keys rotated" if record.scheme.get("rotation", "none") != "none" else ""
     return f"{side('keys')}, {side('values')}{rotated}"
@@ -299,7 +299,7 @@ class CheckpointSummary(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDifference(Record):
-    """Result of `quantkit inspect A B`; every row is (name, in A, in B).
+    """Result of `quantkit inspect A B`; every row is (name, value in A, value in B).
 
     Args:
         left, right: the two checkpoints.

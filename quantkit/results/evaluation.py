@@ -81,7 +81,7 @@ class PerplexityResult(Record):
     Args:
         data: name of the text.
         window: tokens per window.
-        stride: tokens from the start of one window to the next; a token is scored in the first window that contains it.
+        stride: tokens between the starts of two windows; a token is scored in the first window that contains it.
         through: "prefill" scores a window in one pass, "decode" token by token through the cache.
         window_nll: summed negative log-likelihood (nats) of the tokens scored in each window.
         window_tokens: number of tokens scored in each window.
@@ -131,10 +131,10 @@ class EvaluationResult(Record):
 
     Args:
         model: directory or name.
-        arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run uses another than the original.
+        arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run uses another dtype than the baseline run.
         tasks: one result per task.
-        perplexity: one result per text and path.
-        behaviour: one result per rate of sampled behaviour, such as `loop_rate`; no part of the mean over tasks.
+        perplexity: one result per text and path (prefill or decode).
+        behaviour: one result per rate of sampled behaviour, such as `loop_rate`; not included in the mean over tasks.
         settings: suite, limit, seed, chat template, whether BOS is added, KV cache, ... as text.
         seconds: total wall time.
     """
@@ -203,7 +203,7 @@ class FidelityResult(Record):
             noise: distance between the original in the other dtype and the original in this one.
         """
         low = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low
-        # A file may say less than nothing, and a power of what is too large is an error where a product is infinite.
+        # A file may hold a negative KL. Products instead of powers: a power that overflows is an error, not infinite.
         least, most, step = (math.sqrt(max(0.0, kl)) for kl in (low, self.mean_kl, 4 * noise.mean_kl))
         least, most = max(0.0, least - step), most + step
         return least * least, most * most
@@ -273,7 +273,7 @@ class SensitivityMap(Record):
 
     @property
     def additivity(self) -> float | None:
-        """Sum of the groups' KL divided by the total KL; near 1, groups do not interact."""
+        """Sum of the groups' KL divided by the total KL; a value near 1 means that groups do not interact."""
         return self.sum_kl / self.total_kl if self.total_kl > 0 else None
 
     def worst(self, count: int = 5) -> list[SensitivityRecord]:

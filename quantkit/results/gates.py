@@ -1,8 +1,8 @@
 """Gates such as `recovery>=98.9`: the metrics that they limit, verdicts and remedies.
 
-A gate compares the measured value with the limit; a limit with a plus sign, `loop_rate<=+0.01`, is compared with what
-the value is over the original's. If the value's interval includes the limit, the explanation says that
-more samples are needed. A gate fails if its metric was not measured.
+A gate compares the measured value with the limit. A limit with a plus sign, such as `loop_rate<=+0.01`, is compared
+with the difference between the model's value and the original's. If the value's interval includes the limit, the
+explanation says that more samples are needed. A gate fails if its metric was not measured.
 """
 
 import operator
@@ -18,7 +18,7 @@ from quantkit.results.statistics.comparison import ANSWER_LENGTH, BEHAVIOUR
 from quantkit.results.statistics.summary import median
 from quantkit.safety.untrusted import shorten
 
-Values = dict[str, float]  # by subject; the first is meant when a gate names none
+Values = dict[str, float]  # keyed by subject; a gate without a subject usually means the first
 Read = Callable[[Report], Mapping[str, float | None]]
 
 TEXT, LENGTH, RATE = "perplexity: ", f"{ANSWER_LENGTH}: ", f"{BEHAVIOUR}: "
@@ -33,13 +33,13 @@ class Metric:
 
     Args:
         kind: topic of the metric: "accuracy", "behaviour", "speed" or "memory".
-        read: function from a report to its values by subject, the default first; None or absent = not measured.
+        read: returns a report's values keyed by subject, the default first; None or an absent key = not measured.
         low, high: plausible limits; a limit outside them probably has the wrong unit.
-        unit: unit of the limit, for that message.
-        over: like `read`, of the differences to the original, which limits with a plus sign are about; None = there are
+        unit: unit of the limit, for the message about a limit outside them.
+        over: like `read`, but returns differences to the original, for limits with a plus sign; None = the metric has
             no such limits.
         subjects: all possible subjects; empty = any.
-        lacks: function from a report and a subject to the reason why there is no value; None = it was not measured.
+        lacks: returns why a report has no value for a subject; None = the only reason is that it was not measured.
     """
 
     kind: str
@@ -52,13 +52,13 @@ class Metric:
     lacks: Callable[[Report, str | None], str] | None = None
 
     def values(self, report: Report, *, over: bool = False) -> Values:
-        """Return the measured values by subject; with `over`, their differences to the original's."""
+        """Return the measured values keyed by subject; with `over`, their differences to the original's."""
         read = self.over if over and self.over else self.read
         return {subject: value for subject, value in read(report).items() if value is not None}
 
 
 def gate_numbers(report: Report) -> dict[str, float]:
-    """Return every measured number that gates can limit, by its name in a gate."""
+    """Return every measured number that gates can limit, keyed by its name in a gate."""
     numbers = {}
     for name, metric in METRICS.items():
         for position, (subject, value) in enumerate(metric.values(report).items()):
@@ -93,7 +93,7 @@ def _fidelity(name: str) -> Read:
 
 
 def _margins(read: Callable[[MarginRecord], float | None]) -> Read:
-    """Values of the kinds of decisions that enough prompts have."""
+    """Return a function that reads a value of each kind of decision that occurs in enough prompts."""
 
     def numbers(report: Report) -> dict[str, float | None]:
         known = report.behaviour.margins if report.behaviour else ()
@@ -103,14 +103,14 @@ def _margins(read: Callable[[MarginRecord], float | None]) -> Read:
 
 
 def _flips(report: Report) -> dict[str, float | None]:
-    """Share of flipped decisions: of all, if enough prompts have any, and by kind."""
+    """Return the share of flipped decisions: of all kinds together, if enough prompts have any, and of each kind."""
     behaviour = report.behaviour
     enough = behaviour is not None and sum(each.num_prompts for each in behaviour.margins) >= MIN_PROMPTS
     return {"": behaviour.flips if behaviour and enough else None, **_margins(lambda each: each.flips)(report)}
 
 
 def _too_few(report: Report, kind: str | None) -> str:
-    """Say in how many prompts the original takes a kind of decision, where these are too few."""
+    """Return a message: the original takes this kind of decision in too few prompts."""
     if report.behaviour is None:
         return ""
     counts = {each.kind: each.num_prompts for each in report.behaviour.margins}
@@ -128,7 +128,7 @@ def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
 
 
 def _latency_ratios(name: str) -> Read:
-    """Return a function that reads, by workload, the ratio of the model's median latency to the original's."""
+    """Return a function that reads, for each workload, the ratio of the model's median latency to the original's."""
     return _run_ratios(lambda run: median(run.latencies[name]))
 
 
@@ -150,8 +150,8 @@ def _size_ratio(report: Report) -> dict[str, float | None]:
     return {"": _quotient(report.model.num_bytes, original.num_bytes if original else None)}
 
 
-METRICS = {  # of texts and tasks the worst counts, of workloads the first, unless a subject is given
-    # Limits notice a wrong unit: recovery>=0.97 is a share where per cent is meant, perplexity_ratio<=105 the reverse.
+METRICS = {  # without a subject, the first value counts, or the worst if the metric is in `WORST_COUNTS`
+    # `low` and `high` reveal a wrong unit: recovery>=0.97 is not in per cent, perplexity_ratio<=105 is not a ratio.
     "recovery": Metric("accuracy", _of_comparisons(lambda c: c.recovery), 10, 200, PER_CENT),
     "score": Metric("accuracy", _of_comparisons(lambda c: c.value), unit="a score"),
     "perplexity": Metric("accuracy", _of_comparisons(lambda c: c.value, TEXT), low=1, unit="at least 1"),
@@ -186,7 +186,7 @@ METRICS = {  # of texts and tasks the worst counts, of workloads the first, unle
 IN_PER_CENT = ("recovery", "right_format", "valid_calls")
 WORST_COUNTS = ("perplexity", "perplexity_ratio", "length_ratio", "margin")
 MORE_PROMPTS = "ask more prompts, with --suite standard or a file of your own with --prompts"
-CLEAR_NATS, LEAST_MARGIN, MOST_LOOPS = 1.0, 0.7, 0.1  # of the gates that join a recipe's
+CLEAR_NATS, LEAST_MARGIN, MOST_LOOPS = 1.0, 0.7, 0.1  # limits in `behaviour_gates`
 
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -202,7 +202,7 @@ EXAMPLES = "recovery>=98.9, perplexity_ratio<=1.05, kl<=0.02, recovery[demo_fact
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """One gate: `metric[subject] operator limit`; `over`: a plus sign makes the limit one of the difference."""
+    """One gate: `metric[subject] operator limit`; `over`: the limit has a plus sign and is one of the difference."""
 
     text: str
     metric: str
@@ -220,7 +220,7 @@ def parse_gate(text: str) -> Gate:
     Raises:
         GateError: the text does not have this form, the metric is unknown, or the limit seems to have the wrong unit.
     """
-    if len(text) > _MAX_LENGTH:  # spaces alone take the third power of their number
+    if len(text) > _MAX_LENGTH:  # matching n spaces takes time n^3
         raise GateError(f"gate {shorten(text)} has {len(text)} characters; the maximum is {_MAX_LENGTH}")
     match = PATTERN.fullmatch(text)
     if match is None:
@@ -244,7 +244,7 @@ def parse_gate(text: str) -> Gate:
         known = f"{suggestion(subject, metric.subjects)}; supported: {', '.join(metric.subjects)}"
         raise GateError(f"gate {text!r}: unknown decision {subject!r}{known}")
     over = metric.over is not None and written.startswith("+")
-    # Written anew from what was read, so that equal gates are equal texts.
+    # Built from the parsed parts, so that equal gates have equal texts.
     plain = f"{name}[{subject}]" if subject else name
     limit_text = f"{limit:+g}" if over else f"{limit:g}"
     return Gate(text=f"{plain}{sign}{limit_text}", metric=name, subject=subject, operator=sign, limit=limit, over=over)
@@ -282,7 +282,7 @@ def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
 
 
 def _accuracy_remedy(report: Report) -> str:
-    # A proposal has been measured, the map ranks by output, and errors of single linears say least about it.
+    # Best evidence first: a proposal, the sensitivity map, and last the errors of single linears.
     sensitivity = report.sensitivity
     if sensitivity is not None and sensitivity.proposal is not None:
         return describe_proposal(sensitivity.proposal)
@@ -356,9 +356,9 @@ def _judge(report: Report, gate: Gate) -> GateResult:
 
 
 def _pick(gate: Gate, values: Values) -> float | None:
-    """Return the gate's value; without a subject the default, or for answer lengths and texts the worst."""
+    """Return the gate's value; without a subject the first, or the worst for metrics in `WORST_COUNTS`."""
     if gate.subject is not None:
-        # A number that was not measured at all fails the gate; a subject missing among others is a typing error.
+        # If nothing was measured, the gate fails; a subject that is missing among others is a typing error.
         if values and gate.subject not in values:
             raise GateError(
                 f"gate {gate.text!r}: no {gate.metric} of {gate.subject!r}{suggestion(gate.subject, values)}; "
@@ -368,7 +368,7 @@ def _pick(gate: Gate, values: Values) -> float | None:
     if not values:
         return None
     if gate.metric in WORST_COUNTS:
-        # The worst is whatever comes nearest to breaking the gate: the least one where the limit is a lower one.
+        # The worst value is the one nearest to breaking the gate: the smallest if the limit is a lower bound.
         return (min if gate.operator.startswith(">") else max)(values.values())
     return next(iter(values.values()))
 
@@ -383,9 +383,9 @@ def _doubt(report: Report, gate: Gate, values: Values) -> str:
 
 
 def _gate_interval(report: Report, gate: Gate, values: Values) -> tuple[float | None, float | None]:
-    """Return the interval in the units of the gate; twice None for metrics that have none."""
+    """Return the interval of the gate's value, in the gate's unit; (None, None) for metrics without an interval."""
     if gate.metric == "margin" and report.behaviour is not None:
-        # Without a subject the worst one was judged.
+        # Without a subject, the gate judged the worst kind of decision.
         kind = gate.subject or min(values, key=lambda each: values[each])
         return next((each.low, each.high) for each in report.behaviour.margins if each.kind == kind)
     rate = METRICS[gate.metric].kind == "behaviour"

@@ -18,7 +18,8 @@ class Comparison(Record):
     """Comparison of one number of the model with the original's, on the same items.
 
     Args:
-        subject: task, text, "all tasks" or "answer length".
+        subject: what is compared: a task, "all tasks", or one of "perplexity: TEXT", "answer length: TASK" and
+            "behaviour: RATE".
         metric: name of the compared metric, e.g. "acc".
         baseline, value: the original's and the model's number.
         difference: value - baseline; for perplexity, the test uses the logarithm of the ratio instead.
@@ -26,7 +27,7 @@ class Comparison(Record):
         p_value: p value of the paired test; None if there is nothing to test.
         recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; if lower is better,
             baseline as per cent of value. None if baseline is 0.
-        noise_floor: difference between the original and itself in another dtype; None if it was not measured.
+        noise_floor: difference that another dtype alone makes in the original; None if it was not measured.
         num_samples: number of compared pairs.
         higher_is_better: direction of `metric`.
         verdict: "noise": within the noise floor; "no difference seen": not significant; else "better" or "worse".
@@ -57,8 +58,8 @@ class GateResult(Record):
 
     Args:
         gate: text of the gate, e.g. "recovery[demo_facts]>=97".
-        metric: the part before the bracket.
-        subject: the part inside the bracket; None without brackets.
+        metric: the metric: the part of `gate` before the bracket.
+        subject: the part of `gate` inside the brackets; None without brackets.
         limit: the limit.
         value: the measured value; None if it was not measured, and the gate then fails.
         held: whether the gate held.
@@ -112,15 +113,15 @@ class Environment(Record):
     """Machine, software and seeds that produced the numbers.
 
     Args:
-        versions: version by package, including quantkit and python.
+        versions: versions keyed by package, including quantkit and python.
         platform: operating system and machine.
         cpu: name of the processor.
         num_threads: number of computing threads.
         device: "cpu", or the name of the accelerator.
-        seeds: seeds by purpose.
+        seeds: seeds keyed by purpose.
         hashes: hashes of source, checkpoint, data and recipe.
         command: command line; empty if run from Python.
-        created: ISO date and time; empty, so that equal runs give equal reports.
+        created: ISO date and time; empty if it is not recorded, so that equal runs give equal reports.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -143,10 +144,11 @@ class Report(Record):
         compression: record of the compression.
         evaluation, baseline: evaluation of the checkpoint and of the original.
         noise: evaluation of the original in another dtype.
-        comparisons: comparisons of model and original, computed from the three above; the first is the headline.
+        comparisons: comparisons of model and original, computed from `evaluation`, `baseline` and `noise`; the first is
+            the headline.
         fidelity: distance of the model's next-token distributions from the original's.
         noise_fidelity: distance of the original in another dtype from the original.
-        behaviour: decision margins and texts, on the original's answers to chat prompts.
+        behaviour: decision margins on the original's answers to chat prompts, and answers of both models.
         sensitivity: sensitivity by layer and fused group.
         benchmark, baseline_benchmark: speed and memory of both models.
         diagnosis: what limits speed, in plain words.
@@ -255,7 +257,8 @@ class SearchResult(Record):
         num_tokens: number of positions used for sensitivities; the expected and measured KL use about as many others.
         sum_kl: sum of the KL of the chosen groups, each quantized alone.
         search_kl: KL of all chosen groups together, on the tokens used for the choice (lower than on other tokens).
-        expected_kl: the same on tokens that the search did not use, before compressing with the recipe.
+        expected_kl: KL of all chosen groups together, on tokens that the search did not use; measured before the model
+            is compressed with the recipe.
         measured_kl: KL of the model compressed with the recipe, on the tokens of `expected_kl`.
         recovery: per cent of the original's task scores, if that was the target.
         notes: unusual events.
@@ -295,7 +298,7 @@ class TrialRecord(Record):
         name: name of the trial and of its checkpoint.
         model: model as given by the user, "demo" for the bundled one.
         recipe: name of the recipe.
-        identity: everything that determines its figures except times.
+        identity: everything that determines the trial's figures, except times.
         exit_code: exit code of its last command; 0 = done, 130 = not finished.
         reason: reason why there is no report.
         attempts: number of attempts.

@@ -26,9 +26,9 @@ TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 """Default of `token_budget`, the number of new tokens per step, by device type.
 
 A step has fixed costs, which more tokens hide. On a GPU the largest one is dequantizing the packed weights: about 10 ms
-for an 8B model with INT4 weights on an H100. Its products take the same time for 512 tokens and four times as long for
-2048. With more tokens, sequences that decode beside a prompt would wait too long, and a step would need more memory.
-vLLM's servers also use 2048, and 8192 on an H100 or larger.
+for an 8B model with INT4 weights on an H100. The matrix products of a step take equally long for 512 tokens, and four
+times as long for 2048. With more tokens, sequences that decode beside a prompt would wait too long, and a step would
+need more memory. vLLM's servers also use 2048, and 8192 on an H100 or larger.
 """
 
 
@@ -70,7 +70,7 @@ class EngineConfig:
         TOKEN_BUDGET["cpu"], "New tokens per step, of all requests together; 2048 on CUDA devices if not given."
     )
     chunked: bool = setting(True, "Whether long prompts are computed in chunks; if not, each in one step.")
-    prefix_cache: bool = setting(True, "Whether the pages of a common beginning are computed once.")
+    prefix_cache: bool = setting(True, "Whether requests with a common beginning share its pages.")
     head_dtype: str | None = setting(
         None, "Number type of the output head; recipes leave the head unquantized.", flag="--head", choices=HEAD_TYPES
     )
@@ -101,7 +101,7 @@ class EngineConfig:
                 "step: give a larger budget or a smaller max_sequences"
             )
         if self.kv_budget is not None:
-            parse_budget(self.kv_budget)  # refuses what is neither tokens nor a share
+            parse_budget(self.kv_budget)  # refuses a value that is neither tokens nor a share
             policies.REGISTRY.find(self.kv_policy or policies.DEFAULT)  # refuses an unknown name
         elif self.kv_policy is not None:
             raise RequestError(f"kv_policy {self.kv_policy!r} needs a kv_budget; add one, or leave kv_policy out")
@@ -109,11 +109,11 @@ class EngineConfig:
             held, pages = self.num_pages * self.page_size, self.pages_for(self.max_length)
             if pages > self.num_pages:
                 raise RequestError(
-                    f"{self.num_pages} pages of {self.page_size} tokens hold {held}, not one sequence of max_length "
-                    f"{self.max_length}; use {pages} pages or more, or a smaller max_length"
+                    f"{self.num_pages} pages of {self.page_size} tokens hold {held}, too few for a sequence of "
+                    f"max_length {self.max_length}; use {pages} pages or more, or a smaller max_length"
                 )
         if self.memory is not None:
-            parse_bytes(self.memory)  # refuses what is no size
+            parse_bytes(self.memory)  # refuses a value that is not a size
 
     def context_length(self, model_length: int) -> int:
         """Return the maximum number of tokens per sequence, ignoring memory: the requested length, or else the model's

@@ -1,4 +1,4 @@
-"""Conversion of token ids to text as they arrive, and search for stop texts.
+"""Conversion of token ids to text while the tokens arrive, and search for stop texts.
 
 A delta is text that no later token can change. The stream does not yet return incomplete characters, or text that may
 be the beginning of a stop text. The concatenated deltas equal the text from decoding all tokens at once, with two
@@ -13,8 +13,8 @@ from typing import Any
 TextOf = Callable[[list[int]], str]
 
 _BROKEN = "\ufffd"
-# Decoding starts over at a recent token once the window is this long, and keeps so many tokens as context: what a
-# tokenizer does at a token depends on its neighbours at most, and on being the first of all.
+# Once the window has more than `_WINDOW` tokens, decoding restarts with the last `_CONTEXT` tokens. That is enough: how
+# a tokenizer decodes a token depends at most on the token's neighbours and on whether it is the first of all.
 _WINDOW, _CONTEXT = 16, 4
 
 
@@ -34,7 +34,7 @@ def decoder(tokenizer: Any, shown: Collection[int] = ()) -> TextOf:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the id of each special token, which decoding skips."""
+    """Return the ids of the special tokens, which decoding skips, keyed by their text."""
     return {str(each): token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
 
 
@@ -50,18 +50,18 @@ class Detokenizer:
 
     def __init__(self, text_of: TextOf, context: list[int] | tuple[int, ...] = ()) -> None:
         self._text_of = text_of
-        self._window, self._shown = _beginning(text_of, list(context[-_WINDOW:]))  # tokens, characters shown of them
+        self._window, self._shown = _beginning(text_of, list(context[-_WINDOW:]))  # tokens, returned characters
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; often empty, sometimes several characters."""
         window = self._window
         window.append(token)
         text = self._text_of(window)
-        stable = text.rstrip(_BROKEN)  # what is cut off are perhaps a character's first bytes
+        stable = text.rstrip(_BROKEN)  # the part cut off may be the first bytes of a character
         delta = stable[self._shown :]
-        # Never back: byte fallback replaces whole runs of bytes, so the text may become shorter than what is shown.
+        # Never decreases: byte fallback replaces whole runs of bytes, so the text may get shorter than returned text.
         self._shown = max(self._shown, len(stable))
-        # Without a bound each token would detokenize all before it, and a long output would take quadratic time.
+        # Without a bound, each token would decode all earlier ones again, and a long output would take quadratic time.
         if len(window) > _WINDOW and stable == text:
             self._restart(text)
         return delta
@@ -74,7 +74,7 @@ class Detokenizer:
         """Drop the beginning of the window if the remaining tokens still decode to the end of the same text."""
         recent = self._window[-_CONTEXT:]
         kept = self._text_of(recent)
-        # Empty: the next token would be treated as the first of all and might lose its leading space.
+        # If `kept` is empty, the next token would be treated as the first of all and might lose its leading space.
         if kept and text.endswith(kept):
             self._window, self._shown = recent, len(kept)
 
@@ -85,7 +85,7 @@ def _beginning(text_of: TextOf, context: list[int]) -> tuple[list[int], int]:
         text = text_of(context[-size:])
         if text and _BROKEN not in text:
             return context[-size:], len(text)
-    # Characters that the context leaves incomplete belong to what comes.
+    # If the context ends with an incomplete character, that character belongs to the text of the next tokens.
     return context, len(text_of(context).rstrip(_BROKEN)) if context else 0
 
 
@@ -102,15 +102,15 @@ class StopFinder:
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, bool]:
-        """Return the text that is certainly before any stop text, and whether a stop text was found; drop the rest if
-        so."""
+        """Return the text that is certainly before any stop text, and whether a stop text was found; if so, drop the
+        rest."""
         text = self._held + delta
         starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
         if starts:
             self._held = ""
-            # The stop that comes first in the text ends it, whichever is named first.
+            # The stop text that occurs first ends the text, whatever the order of `stops`.
             return text[: min(starts)], True
-        sizes = range(min(self._longest - 1, len(text)), 0, -1)  # of ends of the text that may begin a stop
+        sizes = range(min(self._longest - 1, len(text)), 0, -1)  # of an end of the text that may begin a stop
         # Longest first: a shorter end that matches too lies inside it and is held back with it.
         size = next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
         self._held = text[len(text) - size :]

@@ -14,14 +14,14 @@ import numpy as np
 from quantkit.errors import RequestError, first_line
 from quantkit.safety.child_process import python
 
-# Between JSON's parts: room for indentation, and no more, since models that are forced may write blanks without end.
+# Whitespace between the parts of JSON: enough for indentation, but limited, because models may write it without end.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}
 
 _MOST_CHARACTERS = 1 << 18
 _MOST_KEPT = 64
 _TRIAL_SECONDS, _TRIAL_BYTES = 1, 1 << 30
-# Compiles the schema or grammar on its stdin for a vocabulary of bytes: what takes long does not depend on the
-# vocabulary.
+# Program of the child process: it compiles the schema or grammar on its stdin for a vocabulary of bytes. The slow part
+# of compiling does not depend on the vocabulary.
 _TRIAL = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
@@ -38,7 +38,7 @@ try:
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
     matcher.compute_bitmask()
 except ValueError:
-    pass  # said by who compiles it in earnest, in the same time
+    pass  # `_compile` raises this error again and reports it
 """
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +48,7 @@ class JsonConstraint:
     """Progress of one request through its schema or grammar. *Mutable*.
 
     Args:
-        matcher: llguidance's matcher at the start of it.
+        matcher: llguidance's matcher at the start of the schema or grammar.
         vocab_size: number of logits per row.
     """
 
@@ -60,10 +60,10 @@ class JsonConstraint:
         self._matcher.try_consume_tokens([token])
 
     def allowed(self, drafts: list[int]) -> Array:
-        """Return which tokens may follow the text so far and these drafts, (V,) bool."""
+        """Return a mask (V,) bool of the tokens that may follow the text so far and these drafts."""
         count = self._matcher.try_consume_tokens(drafts) if drafts else 0
         if count < len(drafts):
-            # Before this place another token is chosen than the draft that cannot be: what comes here is not used.
+            # One of the drafts is not allowed, so another token is chosen in its place, and this mask is not used.
             self._matcher.rollback(count)
             return np.ones(self._vocab_size, dtype=bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -76,7 +76,7 @@ class JsonConstraint:
 
 
 class JsonSchemas:
-    """Compiler of schemas and grammars into constraints for one tokenizer. Thread-safe. *Mutable*: caches recent ones.
+    """Compiler of schemas and grammars for one tokenizer. Thread-safe. *Mutable*: caches recent constraints.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -86,7 +86,7 @@ class JsonSchemas:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._lock = threading.Lock()  # of the vocabulary, never held while a schema is compiled
+        self._lock = threading.Lock()  # for the vocabulary; never held while a schema is compiled
         self._vocabulary: Any = None
         self._compiled, self._tried = lru_cache(_MOST_KEPT)(self._compile), lru_cache(_MOST_KEPT)(self._try)
 
@@ -107,7 +107,7 @@ class JsonSchemas:
 
         Args:
             kind, text: see `start`.
-            of_bytes: the same grammar without ids of tokens, which the child does not know; None = `text` has none.
+            of_bytes: the same grammar without token ids, which the child does not know; None = `text` has no token ids.
         Raises:
             RequestError: compiling takes too long or too much memory, or `start` refuses the text.
         """
@@ -120,7 +120,7 @@ class JsonSchemas:
         code = _TRIAL.replace("SECONDS", str(_TRIAL_SECONDS)).replace("BYTES", str(_TRIAL_BYTES))
         text = json.dumps([kind, schema, WHITESPACE])
         try:
-            # More seconds than the processor's: a child waits for its turn where all cores compute.
+            # More seconds than the limit of CPU time: the child waits for its turn while all cores are busy.
             child = subprocess.run(
                 python(f"exec({code!r})"), input=text.encode(), capture_output=True, timeout=5 * _TRIAL_SECONDS
             )
@@ -143,7 +143,7 @@ class JsonSchemas:
         try:
             with self._lock:
                 if self._vocabulary is None:
-                    # Looks at every token: a second for the largest vocabularies, once.
+                    # Reads every token, but only once: this takes a second for the largest vocabularies.
                     eos = list(self._eos_ids) or None
                     self._vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, eos_token=eos)
             if kind == "grammar":
@@ -153,6 +153,6 @@ class JsonSchemas:
             matcher = llguidance.LLMatcher(self._vocabulary, grammar)
             if problem := matcher.get_error():
                 raise ValueError(problem)
-        except Exception as error:  # whatever it raises on a schema or a tokenizer that it does not understand
+        except Exception as error:  # whatever llguidance raises on a schema or tokenizer that it lacks
             raise RequestError(f"{kind} is not supported: {first_line(error)}") from None
         return matcher

@@ -46,14 +46,14 @@ class LLM(Prompts):
 
     Args:
         path: model directory or hub id; None = the demo model included in quantkit.
-        lazy: True = read the weights at first use, so that a request that can never fit is refused before that.
+        lazy: True = read the weights at first use. A request that can never fit is then refused before they are read.
         settings: fields of `EngineConfig`, which describes them.
     Raises:
         QuantkitError: see `quantkit.errors`; errors in config and headers are reported before any weight is read.
     """
 
     engine_name = "quantkit"
-    scores_decode = True  # prompts token by token, the others read from the cache
+    scores_decode = True  # can score token by token, reading earlier tokens from the cache
 
     def __init__(self, path: str | Path | None = None, *, lazy: bool = False, **settings: Any) -> None:
         self.device = pick_device(settings.get("device", "auto"))
@@ -123,13 +123,15 @@ class LLM(Prompts):
         return list(self._run(zip(asked, each, strict=True)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
-        """Generate a completion step by step; the last output holds it whole. Closing the iterator cancels the request.
+        """Generate a completion step by step; the last output has the whole completion.
+
+        Closing the iterator cancels the request.
 
         Raises:
             RequestError: see `Engine.add`; raised by this call, not by the first output.
         """
         stream = self._stream(self._add(self._ids(prompt), params or SamplingParams()))
-        next(stream)  # begun: closing a generator that was never begun would cancel nothing
+        next(stream)  # starts it: closing a generator that never started would cancel nothing
         return stream
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
@@ -249,7 +251,9 @@ class LLM(Prompts):
             topics["preemptions"] = str(counts["preemptions"])
         if engine.controller is not None:
             share = counts["acceptance"]
-            topics["speculation"] = "not used" if share is None else f"{share:.0%} of {counts['drafted_tokens']} drafts"
+            topics["speculation"] = (
+                "not used" if share is None else f"{share:.0%} of {counts['drafted_tokens']} drafts accepted"
+            )
         topics["notes"] = "; ".join(model.notes)
         return {topic: text for topic, text in topics.items() if text}
 
@@ -276,7 +280,7 @@ class LLM(Prompts):
                     completion = self._next(number).completion
                 yield completion
         finally:
-            # Also reached when the caller stops half-way: requests that nobody reads must not be computed on.
+            # Also reached when the caller stops half-way: requests that nobody reads must not be computed any further.
             self._drop(numbers)
 
     def _next(self, number: int) -> StepOutput:
@@ -313,7 +317,7 @@ def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
     """Return a list of prompts, given one prompt or several."""
     if isinstance(prompts, str):
         return [prompts]
-    # An empty list is no prompts, not one prompt without tokens.
+    # An empty list means no prompts, not one prompt without tokens.
     if all(isinstance(item, int) for item in prompts) and len(prompts):
         return [prompts]  # type: ignore[list-item]  # token ids of one prompt
     return list(prompts)  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from quantkit.errors import ModelError, RequestError, first_line, is_panic
 
 Messages = Sequence[dict[str, Any]]
 
-# Characters that are tokenized at a time where only their number of tokens matters.
+# Number of characters to tokenize at a time when only the number of tokens matters.
 _BLOCK, _SMALLEST_BLOCK = 1 << 16, 1 << 12
-# So many more tokens may the pieces of a text have, each, than the text has: words are cut in two.
+# Number of extra tokens that each piece of a text may have, because cutting the text splits words.
 _CUT_TOKENS = 8
 
 
@@ -27,8 +27,8 @@ class Prompts:
         self.path = path
         self.tokenizer: Any = None
         self._no_tokenizer = ""
-        # Reentrant, as an engine's holders ask for what takes it too.
-        self._lock = threading.RLock()  # of the tokenizer, and of what an engine adds
+        # Reentrant: a thread that holds it may call methods that take it again.
+        self._lock = threading.RLock()  # for the tokenizer, and for the engine of a subclass
         try:
             self.tokenizer = load_tokenizer(path)
         except ModelError as error:
@@ -80,7 +80,7 @@ class Prompts:
         return self.encode_filled(self.chat_text(messages, **variables))
 
     def encode_filled(self, text: str) -> list[int]:
-        """Return the token ids of a filled chat template, which has written BOS itself."""
+        """Return the token ids of a filled chat template, which already contains BOS."""
         return self._tokenized(text, add_special_tokens=False)
 
     def chat_text(self, messages: Messages, **variables: Any) -> str:
@@ -104,12 +104,12 @@ class Prompts:
         tokenizer = self.need_tokenizer()
         try:
             text.encode()
-        except UnicodeEncodeError:  # from a terminal or a pipe may come bytes that are no text, kept as half characters
+        except UnicodeEncodeError:  # bytes from a terminal or pipe that are not UTF-8 become lone surrogates
             raise RequestError("the prompt is not UTF-8; convert it, for instance with iconv -t utf-8") from None
-        with self._lock:  # not verbose: that a prompt is too long is for the engine to say
+        with self._lock:  # not verbose: the engine reports prompts that are too long
             try:
                 return list(tokenizer(text, verbose=False, **options)["input_ids"])
-            except BaseException as error:  # a regular expression may give up, and Rust's panics are no Exception
+            except BaseException as error:  # a pattern may give up, and Rust's panics are not of class Exception
                 if not is_panic(error):
                     raise
                 raise RequestError(f"the tokenizer fails on this text: {first_line(error)}") from error

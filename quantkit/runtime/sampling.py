@@ -73,7 +73,7 @@ def apply_bias(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
     return logits.index_put((where, tokens), values, accumulate=True)
 
 
-# Rows to sample: a sequence, and how many of its drafts come before the token.
+# Rows to sample: for each row, the sequence, and how many of its drafts precede the token.
 Rows = list[tuple[Sequence, int]]
 
 
@@ -90,7 +90,7 @@ def choose_tokens(logits: Tensor, rows: Rows) -> Tensor:
         logits: (R, V) float32; not modified.
         rows: the sequence of each row, and how many of its drafts precede the token.
     Returns:
-        (R,) int64; valid as long as the logits.
+        (R,) int64; valid as long as the logits are.
     """
     if any(sequence.constraint is not None for sequence, _ in rows):
         logits = _constrained(logits, rows)
@@ -141,7 +141,7 @@ def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[Tok
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
     asked, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
     table = logits[asked].log_softmax(-1)  # (W, V)
-    # One call for all rows, as wide as the widest wish; each row then takes its share.
+    # One call for all rows, with the largest number that a request asks for; each row then takes its own number.
     values, ids = table.topk(min(max(counts.values()), table.shape[-1]), dim=-1)
     read = zip(table.gather(-1, chosen).tolist(), ids.tolist(), values.tolist(), strict=True)
     for (index, count), ((own,), top_ids, top_values) in zip(counts.items(), read, strict=True):

@@ -1,6 +1,6 @@
 """A request on its way through the engine, and its token counts.
 
-Its state, drawn over its token ids (pages of 4, `num_computed` = 6, one token to feed):
+The state of a request, drawn below its token ids (pages of 4, `num_computed` = 6, one token to feed):
 
     ids            [p0 p1 p2 p3 | p4 p5 g0]      p prompt, g generated
     in the cache    ------------------           positions 0 .. num_computed - 1
@@ -108,8 +108,8 @@ class Sequence(PageHolder):
     # Kept through preemptions: the tokens of a full page are final, and so is its key.
     page_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
-    # Tokens that each head gave up, by number of tokens computed, layer and head. Kept through preemptions as long as
-    # there may be one: computed again, it loses the same ones.
+    # Slots of the tokens that each head evicted, keyed by the number of tokens computed until then, and by layer. Kept
+    # as long as the sequence may be preempted: when it is computed again, it evicts the same tokens.
     evictions: dict[int, dict[int, Array]] = field(default_factory=dict)
     num_cached: int = 0
     num_preemptions: int = 0
@@ -166,7 +166,7 @@ class Sequence(PageHolder):
             text="".join(self.deltas),
             finish_reason=reason,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
-            scores=self.scores if reason in ("stop", "length") else None,  # else not all of them are there
+            scores=self.scores if reason in ("stop", "length") else None,  # otherwise some are missing
             timing=RequestTiming(
                 request_id=self.id,
                 prompt_tokens=self.num_prompt,

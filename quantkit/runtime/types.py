@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
-# A penalty beyond it leaves nothing to choose, and would make logits over a cold temperature infinite.
+# A larger penalty would leave no choice, and dividing its logits by a low temperature would make them infinite.
 _MOST_PENALTY = 1000.0
 _MOST_BIAS = 100.0
 
@@ -26,8 +26,8 @@ _MOST_BIAS = 100.0
 class PromptScoring:
     """Scores of given tokens that a request asks for, instead of sampled tokens.
 
-    A worked example, prompt [a, b, c, d], num_tokens 2, continuations (x, y): the answer has the log-probabilities of
-    c after ab, of d after abc, of x and of y after abcd.
+    Example: for the prompt [a, b, c, d], num_tokens 2 and continuations (x, y), the answer has the log-probabilities of
+    c after ab, of d after abc, and of x and of y after abcd.
 
     Args:
         num_tokens: how many of the last prompt tokens to return log-probabilities for; must be less than the prompt
@@ -58,12 +58,12 @@ class PromptScoring:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How to choose a request's tokens, and when to end it. Greedy by default. Fields with a flag are options.
+    """How to choose a request's tokens, and when to end it. Greedy by default. Fields with a flag are CLI options.
 
     Args:
         max_tokens: maximum number of new tokens; None = until the context is full; 0 only with `scoring`.
         top_k: keep only this many likeliest tokens; None = all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occur in prompt or output.
         presence_penalty: subtracted from the logit of each token that is in the output.
         frequency_penalty: subtracted from a token's logit once for every time the token is in the output.
         seed: None = derived from the engine's seed and the request's number.
@@ -95,7 +95,7 @@ class SamplingParams:
     )
     presence_penalty: float = setting(0.0, "Subtract this from the scores of used tokens.", flag="--presence-penalty")
     frequency_penalty: float = 0.0
-    seed: int | None = setting(None, "Seed of the drawing.", flag="--seed", minimum=0)
+    seed: int | None = setting(None, "Seed of random sampling.", flag="--seed", minimum=0)
     stop: str | Iterable[str] = setting((), "End the text before this stop text; repeatable.", flag="--stop TEXT")
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = setting(False, "Continue after the end-of-text token.", flag="--ignore-eos")
@@ -194,7 +194,7 @@ class PromptScores:
 
     Args:
         logprobs: (num_tokens + len(continuations),) float32 on the CPU, the log-probability of each token given all
-            before it.
+            tokens before it.
         greedy: same shape, bool: whether the token was the likeliest.
         top: the `top` likeliest tokens and their log-probabilities at each scored token, (num_tokens +
             len(continuations), top).

@@ -84,8 +84,8 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         try:
             self.vllm = vllm.LLM(str(self.path), use_tqdm_on_load=False, **arguments)
         except Exception as error:  # of pydantic, torch and vLLM itself
-            raise ModelError(f"{self.engine_name} does not take {self.path}: {_cause(error)}") from error
-        self._requests: dict[str, Request] = {}  # by both names that an output may have
+            raise ModelError(f"{self.engine_name} cannot load {self.path}: {_cause(error)}") from error
+        self._requests: dict[str, Request] = {}  # keyed by both names that an output may have
         self._count = 0
 
     @property
@@ -200,7 +200,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         return [done[number] for number in numbers]
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Generate a completion step by step; the last output holds it whole."""
+        """Generate a completion step by step; the last output has the whole completion."""
         self.add(prompt, params)
         done = False
         while not done:
@@ -289,7 +289,7 @@ def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Translate quantkit's settings to vLLM's names.
 
     Raises:
-        RequestError: vLLM lacks a setting or its value.
+        RequestError: vLLM lacks a setting, or does not support its value.
     """
     defaults = {entry.name: entry.default for entry in fields(EngineConfig)}
     given = {name: value for name, value in settings.items() if value is not None and value != defaults.get(name)}

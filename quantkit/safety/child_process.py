@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
-"""Code that is the command line."""
+"""Code that runs quantkit's command line."""
 
 
 def python(code: str) -> list[str]:
@@ -18,7 +18,7 @@ def python(code: str) -> list[str]:
 
     With `-m`, or with `-c` alone, Python would import from the current folder, which may be an untrusted model.
     """
-    path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100 - one of them is empty: the folder of now
+    path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100 - "" is the current folder
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {code}"]
 
 
@@ -62,6 +62,6 @@ def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | No
 def _limit_data(num_bytes: int) -> None:
     with open("/proc/self/status") as file:  # noqa: PTH123 - a child imports nothing
         sizes = [int(line.split()[1]) << 10 for line in file if line.startswith("VmData:")]
-    # On top of what the fork inherits, or the limit would be passed before any work.
+    # Added to what the fork inherits; otherwise the limit would be exceeded before any work.
     limit, most = sum(sizes) + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

@@ -26,7 +26,7 @@ _AGAIN = "download or copy it again"
 _MAX_NODES = 50_000
 _MAX_DEPTH = 50
 _MAX_DIGITS = 100
-# From the first digit only: from every digit, numbers just below the limit would take a hundred times as long.
+# Matches only from the first digit of a number; from every digit, the search could take a hundred times as long.
 _LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{_MAX_DIGITS + 1}}}", re.ASCII)
 _MAX_REASON = 200
 _BRACKETS: dict[type[Any], str] = {dict: "{}", list: "[]", tuple: "()"}
@@ -48,7 +48,7 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def check_path(path: Path, kind: type[InputError]) -> None:
-    """Refuse a path that a document cannot name, before any work is done for it.
+    """Refuse a path that a report cannot contain, before any work is done for it.
 
     Raises:
         InputError: raised as `kind`.
@@ -107,7 +107,7 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
             raise kind(f"{path}: cannot be read as text: it is not a regular file; give a file")
         with path.open("rb") as file:
-            # At most a byte more than it had: a file that grows meanwhile must not be read without end.
+            # Read at most one byte more than the file had, because it may grow without end meanwhile.
             data = b"" if status.st_size > limit else file.read(status.st_size + 1)
         if status.st_size > limit or len(data) > limit:
             raise kind(f"{path}: cannot be read: it has more than {limit} bytes; give a smaller file")
@@ -142,7 +142,7 @@ def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: st
     """
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8-sig")
-        # A function for each number would take eight times as long.
+        # Calling a function for each number would take eight times as long.
         data = json.loads(plain, parse_int=_whole_number if _has_long_number(plain) else None)
         _check_values(data, has_escapes="\\u" in plain)
     except (ValueError, RecursionError) as error:
@@ -153,7 +153,7 @@ def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: st
 
 
 def _has_long_number(text: str) -> bool:
-    # In slices: other threads wait for the end of a search.
+    # Search in slices, because other threads must wait for the end of a search.
     starts = range(0, len(text), _SEARCHED)
     return any(_LONG_NUMBER.search(text, start, start + _SEARCHED + _MAX_DIGITS) for start in starts)
 
@@ -166,10 +166,10 @@ def _whole_number(text: str) -> int:
 
 
 def _check_values(data: Any, *, has_escapes: bool) -> None:
-    # Level by level: recursion over nested values is what must be kept from failing.
+    # Go through the values level by level, because recursion over deeply nested values would fail.
     level = [data] if isinstance(data, dict | list) else []
     for _ in range(_MAX_DEPTH + 1):
-        if has_escapes:  # there may be half a character, which no stream can print
+        if has_escapes:  # an escape may be half of a surrogate pair, which cannot be printed
             keys = (key for item in level if isinstance(item, dict) for key in item)
             texts = (item for items in _inside(level) for item in items if isinstance(item, str))
             for text in itertools.chain(keys, texts):
@@ -204,7 +204,7 @@ def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:
         problem = ", ".join(filter(None, (error.context, error.problem)))
         raise kind(f"{where}: not valid YAML:{line} {_one_line(problem)}") from None
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        # An impossible date such as 2024-13-01, and what PyYAML does with `!!bool maybe` or `!!timestamp soon`.
+        # Raised for an impossible date such as 2024-13-01, and for `!!bool maybe` or `!!timestamp soon`.
         raise kind(f"{where}: not valid YAML: {_one_line(str(error))}") from None
 
 

@@ -1,4 +1,4 @@
-"""Admission of requests: which clients are allowed, and how much work a body may cause.
+"""Admission of requests: which clients are allowed, and how much work a request body may cause.
 
 Clients must address the server by a known host name and send the API key. Web pages of other origins are refused. A
 large body can hold millions of values, and pydantic takes minutes and gigabytes to report an error for each. So the
@@ -29,9 +29,9 @@ from quantkit.server.schemas import Refused, Schema, explain_validation
 
 MAX_BODY_BYTES = 1 << 24
 BODY_SECONDS = 30.0
-# Parsing and checking so many bytes takes a few milliseconds at most; more is done beside the event loop.
+# Parsing and checking this many bytes takes at most a few milliseconds; larger bodies are handled in another thread.
 _SMALL_BODY = 1 << 14
-# Of all bodies together: what many clients send at once must not fill the memory.
+# Limit for all bodies together, so that many clients at once cannot fill the memory.
 _HELD_BYTES = 1 << 26
 _MOST_CONTAINERS, _MOST_ENTRIES, _MOST_VALUES, _MOST_IDS = 1 << 14, 1 << 16, 1 << 16, 1 << 20
 _CHUNK = 1 << 20
@@ -83,7 +83,7 @@ class Bodies:
                 release_freed_memory()
 
     async def try_out(self, trial: Callable[[], None]) -> None:
-        """Compile a schema on trial.
+        """Run `trial`, which compiles a schema to check it, in the schema thread.
 
         Raises:
             Refused: too many schemas are being compiled.
@@ -141,7 +141,7 @@ def _check_counts(body: bytes, most_values: int) -> None:
     """
     limits = {b"[{": (_MOST_CONTAINERS, "lists and objects"), b":": (_MOST_ENTRIES, "entries of objects")}
     limits[b","] = (most_values, "values")
-    # Marks inside texts count nothing, but where all together are few enough nobody has to tell them apart.
+    # Marks inside strings do not count, but this need not be checked if even all marks are within the limits.
     if all(sum(map(body.count, marks)) <= most for marks, (most, _) in limits.items()):
         return
     counts = dict.fromkeys(limits, 0)
@@ -154,7 +154,7 @@ def _check_counts(body: bytes, most_values: int) -> None:
 
 def _outside_texts(body: bytes) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
     """Yield the bytes of JSON chunk by chunk, with bytes inside strings set to zero."""
-    if b"\\" in body:  # a quote behind one ends no text
+    if b"\\" in body:  # a quote after a backslash does not end a string
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     inside = np.uint8(0)
     for start in range(0, len(body), _CHUNK):
@@ -171,7 +171,8 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 def known_hosts(host: str, allowed: tuple[str, ...]) -> frozenset[str]:
     """Return the host names accepted by a server that only this machine can reach.
 
-    Otherwise, a foreign web page whose domain resolves to 127.0.0.1 would count as the same origin (DNS rebinding).
+    Without this check, a foreign web page whose domain resolves to 127.0.0.1 would count as the same origin (DNS
+    rebinding).
 
     Args:
         host: address that the server listens on.
@@ -232,14 +233,14 @@ class Doorkeeper:
             return JSONResponse(answers.error(text), status_code=400, headers={"Connection": "close"})
         headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")}
         origin, host = headers.get(b"origin"), headers.get(b"host")
-        # HTTP/1.0 may come without a host, and no browser speaks it.
+        # HTTP/1.0 requests may lack the Host header, but no browser sends such requests.
         if self.hosts is not None and host is not None and _name_of(host) not in self.hosts:
             text = (
                 "the Host header names another server; address this server as localhost, or start it with "
                 "--allow-host NAME"
             )
             return JSONResponse(answers.error(text, code="host_not_allowed"), status_code=403)
-        # Browsers send what needs no preflight for any page, and say where the page is from.
+        # Browsers send requests that need no preflight for any page, but they name the page's origin.
         own = {f"http://{host}", f"https://{host}", *self.origins}
         if origin and (names.count(b"origin") > 1 or not {origin, "*"} & own):
             text = "pages of this origin may not send requests; start the server with --allow-origin ORIGIN"
@@ -256,5 +257,5 @@ class Doorkeeper:
             return True
         given: Any = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, word = given.partition(b" ")
-        # In constant time: how long a comparison takes tells how much of a guess was right.
+        # In constant time, because the time of an ordinary comparison tells how much of a guess was right.
         return bool(hmac.compare_digest(word.strip(), key.encode())) and scheme.lower() == b"bearer"

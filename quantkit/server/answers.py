@@ -26,7 +26,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._text_of = decoder(tokenizer)
-        # Alone a token may lose its leading space; behind another it keeps it.
+        # Decoded alone, a token may lose its leading space; after another token, it keeps it.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._shown_before = len(self._whole(self._before))
         self.piece = lru_cache(1 << 16)(self._piece)
@@ -79,7 +79,7 @@ class Head:
 
     def frame(self, **further: Any) -> tuple[bytes, bytes]:
         """Return the bytes before and after the single choice of each stream event, see `framed`."""
-        # No text can hold this: inside of one the quotes are escaped.
+        # No string can contain this pattern, because quotes inside strings are escaped.
         before, choices, behind = event(self.around([{}], **further)).partition(b'"choices":[{}]')
         return before + choices[:-3], choices[-1:] + behind
 
@@ -89,7 +89,7 @@ def usage(completions: Mapping[int, Completion], num_samples: int, new_tokens: i
 
     Args:
         completions: completions of all its prompts, by index.
-        num_samples: number of completions of each prompt, whose tokens count once.
+        num_samples: number of completions of each prompt; the prompt's tokens count once.
         new_tokens: number of new tokens shown; None = all.
     """
     first = [each for index, each in completions.items() if index % num_samples == 0]
@@ -141,7 +141,7 @@ class TextLogprobs:
         return {
             "tokens": [piece(token) for token in tokens],
             "token_logprobs": list(logprobs),
-            # Reversed: of two tokens that show the same text the likelier one is kept.
+            # Reversed, so that of two tokens with the same text the likelier one is kept.
             "top_logprobs": [None if top is None else {piece(t): value for t, value in reversed(top)} for top in tops],
             "text_offset": offsets,
         }
@@ -288,7 +288,7 @@ class ChatShape:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _fields(self, index: int, parts: AnswerParts) -> Json:
-        """Return what there is of an answer as fields of a message."""
+        """Return the parts of an answer that are not empty as fields of a message."""
         calls = parts.calls if self._most_calls is None else parts.calls[: self._most_calls - self._num_calls[index]]
         self._num_calls[index] += len(calls)
         named = {
@@ -306,7 +306,7 @@ class ChatShape:
 
 
 def _tool_call(call: Call) -> Json:
-    """Return a tool call with a new id, of 9 letters and digits because Mistral's templates take no other."""
+    """Return a tool call with a new id, of 9 letters and digits because Mistral's templates accept no others."""
     name, arguments = call
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}

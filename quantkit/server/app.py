@@ -38,9 +38,9 @@ from quantkit.server.schemas import (
 from quantkit.server.streams import EventStream, whole_answer
 from quantkit.server.tool_calls import AnswerFormat
 
-# Tokenizing so many characters takes about a millisecond; more is done beside the event loop.
+# Tokenizing this many characters takes about a millisecond; longer texts are tokenized in another thread.
 _SHORT_TEXT = 4096
-# Tokens that `/tokenize` and `/detokenize` take at least, also where the model's context is shorter.
+# `/tokenize` and `/detokenize` accept at least this many tokens, even if the model's context is shorter.
 _SHOWN_TOKENS = 1 << 16
 
 
@@ -111,7 +111,7 @@ class Server:
         door = Doorkeeper(app=app, key=self.key, log=self.log, origins=self.origins, hosts=self.hosts)
         if not self.origins:
             return door
-        # Before the key: browsers ask without one whether they may, and a page should see why it was refused.
+        # Before the check of the key: preflight requests have none, and a page should see why it was refused.
         return CORSMiddleware(
             door,
             allow_origins=self.origins,
@@ -160,7 +160,7 @@ class Server:
         async with self._opened(request, CompletionRequest) as (ask, run):
             if ask.stream and ask.echo and ask.logprobs is not None:
                 raise Refused("echo with logprobs cannot be streamed; set stream to false", "echo")
-            vocabulary = self.vocabulary  # first: without a tokenizer nothing is to be computed
+            vocabulary = self.vocabulary  # first, to fail before anything is computed if there is no tokenizer
             self.bridge.check_capacity(len(ask.prompts), ask.n)
             prompts = await self._encoded(ask.prompts, run)
             texts = await run(partial(self._shown, ask.prompts)) if ask.echo else [""] * len(prompts)
@@ -190,7 +190,7 @@ class Server:
         return special_tokens(self.bridge.llm.need_tokenizer())
 
     async def _constrained(self, params: SamplingParams, form: AnswerFormat) -> SamplingParams:
-        """Return the parameters with the grammar of an answer that must call a tool, after trying out schemas.
+        """Try out the request's schemas; return the parameters, with a grammar if the answer must call a tool.
 
         Raises:
             Refused: the tools' parameters cannot be followed.
@@ -284,7 +284,7 @@ class Server:
     async def _encoded(self, prompts: list[str | list[int]], run: Run) -> list[list[int]]:
         """Return the tokens of prompts; encode long ones in another thread, and stop at the largest allowed length."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        # Each costs something besides its characters.
+        # Each text costs something in addition to its characters.
         is_short = sum(map(len, texts)) + 64 * len(texts) <= _SHORT_TEXT
         encoded = self.bridge.llm.encode_if_free(texts) if is_short else None
         if encoded is None:
@@ -316,7 +316,7 @@ class Server:
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:
         """Return a refusal or a failure in OpenAI's format."""
-        # Messages for the operator of a command line name folders, which are not the client's business.
+        # Messages may name the model's folder, which clients must not see; they get the model's name instead.
         status, body, headers = _explained(problem, hidden=str(self.bridge.llm.path), shown=self.name)
         self.metrics.rejected.labels(str(status)).inc()
         if status == 500 and self.log is not None:

@@ -20,9 +20,9 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams, StepOutput
 from quantkit.server.schemas import Refused
 
-# One failing step may be one bad batch; so many in a row are a device or a model that is lost.
+# One failing step may be a bad batch; this many in a row mean that the device or the model is lost.
 _LOST_AFTER = 3
-# Of what clients are told to wait: OpenAI's ignores anything longer.
+# Longest wait that clients are told; OpenAI's client ignores longer ones.
 _LONGEST_WAIT_S = 60
 _REMEMBERED_ENDS = 64
 
@@ -119,8 +119,8 @@ class Bridge:
         self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)  # when the last requests ended
         self._say = say
         self._engine: Engine | None = None
-        self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # by number in the engine; the computing thread's
-        # By number of an answer: further ones to its prompt, which begin once they can share its pages.
+        self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # keyed by number in the engine; for the computing thread
+        # Further answers to the same prompt, keyed by the first one's number; they begin once they can share its pages.
         self._followers: dict[int, list[Addition]] = {}
         self._actions = SimpleQueue[Callable[[Engine], object]]()
         self._closing = False
@@ -181,8 +181,8 @@ class Bridge:
         """Queue all prompts, or none.
 
         Args:
-            prompts: tokens of each prompt, and the sampling parameters of each answer to it: as many for all prompts,
-                which differ in their seeds only.
+            prompts: tokens of each prompt, and the sampling parameters of each of its answers, which differ only in
+                seeds; all prompts have equally many answers.
         Raises:
             RequestError: see `Engine.add` and `check_capacity`.
         """
@@ -233,7 +233,7 @@ class Bridge:
             self._tell(self._loaded)
             while not self._closing:
                 self._turn(engine)
-        except BaseException as error:  # told by the main thread, with the exit code of its kind
+        except BaseException as error:  # the main thread reports it, with its exit code
             self.failure = error
             self._tell(self._loaded)
 
@@ -247,14 +247,14 @@ class Bridge:
             outputs = engine.step()
             if any(output.token_ids for output in outputs):
                 self.num_failed_steps = 0
-        except Exception as error:  # the next step says which requests have ended with it
+        except Exception as error:  # the next step says which requests it ended
             self.num_failed_steps += 1
             self._say(f"a step failed, so its requests end with an error: {type(error).__name__}: {first_line(error)}")
             return
         news = []
         for output in outputs:
             number = output.request_id
-            # Popped with the last news: numbers of what has ended must not pile up over months.
+            # Removed with the last output, because entries of ended answers must not pile up over months.
             entry = self._mailboxes.pop(number, None) if output.completion else self._mailboxes.get(number)
             if entry is not None:
                 news.append((*entry, output))
@@ -279,14 +279,14 @@ class Bridge:
     def _count_ended(self, count: int) -> None:
         self.num_open -= count
         self._ends.extend([time.monotonic()] * count)
-        if not self.num_open:  # how long nobody asks says nothing about how long a request takes
+        if not self.num_open:  # idle time says nothing about the time that a request takes
             self._ends.clear()
 
 
 def seconds_to_wait(ends: Sequence[float], num_waiting: int, now: float) -> int:
     """Return after how many whole seconds half of the waiting requests will have started, at the recent rate.
 
-    It uses half because an empty queue would leave the engine idle.
+    Half, because the engine would be idle if clients waited until the queue is empty.
 
     Args:
         ends: end times of recent requests, ascending, on the clock of `now`.

@@ -18,7 +18,7 @@ except ModuleNotFoundError:
 KEY_VARIABLES = ("QUANTKIT_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 600.0
 _DONE = b"[DONE]"
-_KEPT = 64  # connections that may all be closed
+_KEPT = 64  # kept-alive connections, all of which the server may have closed
 
 
 class Remote:

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class _Open(BaseModel):
-    """A strict model that keeps unknown fields, which are for the chat template."""
+    """Base class that checks types strictly but keeps unknown fields, because the chat template may use them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -47,7 +47,7 @@ class _ToolCall(_Open):
 
 
 def _check_tool(tool: Json) -> Json:
-    """Check a tool, and return it as it came: its order of keys is visible in the prompt."""
+    """Check a tool, and return it unchanged, because the order of its keys is visible in the prompt."""
     kind = (_Tool.model_validate(tool).function.parameters or {}).get("type", "object")
     if kind != "object":
         raise PydanticCustomError("no_object", "the type of function.parameters should be 'object'")
@@ -55,7 +55,7 @@ def _check_tool(tool: Json) -> Json:
 
 
 def _check_call(call: Json) -> Json:
-    """Check a tool call of an earlier answer, and return it as it came."""
+    """Check a tool call of an earlier answer, and return it unchanged."""
     _ToolCall.model_validate(call)
     if isinstance(given := call["function"].get("arguments"), str) and given:
         try:
@@ -144,11 +144,11 @@ class ChatRequest(Sampling):
         None, description="Functions that the answer may call; passed to the chat template."
     )
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
-        None, description="With `required` or a function, the answer is calls that follow the tools' schemas."
+        None, description="With `required` or a function, the answer consists of calls that follow the tools' schemas."
     )
     parallel_tool_calls: bool | None = Field(
         None,
-        description="False = at most one call. None = as many as the model writes, and one where tool_choice forces it",
+        description="False = at most one call. None = as many as the model writes, or one if tool_choice forces it.",
     )
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
@@ -181,7 +181,7 @@ class ChatRequest(Sampling):
 
     @property
     def forced_tools(self) -> dict[str, Json] | None:
-        """Return the parameters of the functions one of which must be called, by name; None = no call is needed.
+        """If the answer must call a function, return the parameters of each allowed function, keyed by name; else None.
 
         Raises:
             Refused: there are no tools, or not the named one.

@@ -26,7 +26,7 @@ further request.
 """
 
 _FEWEST = 1024
-_LINE = 2048  # connections that the kernel keeps until they are accepted
+_LINE = 2048  # connections that the kernel queues until the server accepts them
 
 
 class Connection(H11Protocol):
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Override uvicorn's callback."""
         super().on_response_complete()
-        # A request that came behind the last one has begun already.
+        # If not idle, the client's next request has already begun.
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
             self._waiting[self] = None
 
@@ -94,7 +94,7 @@ def most_connections(most_open: int) -> tuple[int, int]:
         most_open: maximum number of requests that may run or wait.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # Connections that are given up keep their files for a few rounds of the event loop, so a round takes a small share.
+    # Dropped connections keep their files for a few rounds of the event loop, so a round opens only a few.
     return min(max(_FEWEST, 2 * most_open), files // 2), min(_LINE, files // 16)
 
 
@@ -112,8 +112,8 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # With the protocol named: asyncio switches Nagle's algorithm off for such sockets alone, and with it on the
-        # first tokens of a stream wait 40 ms for the client's acknowledgement.
+        # Name the protocol, because asyncio switches off Nagle's algorithm only for such sockets. Otherwise the first
+        # tokens of a stream would wait 40 ms for the client's acknowledgement.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,7 +140,7 @@ class HttpServer(uvicorn.Server):
     Args:
         server: server whose bridge has not been started.
         say: called when the model is loaded and when the shutdown begins.
-        drain_seconds: most seconds to finish open requests at the end.
+        drain_seconds: maximum seconds to finish open requests at shutdown.
     """
 
     def __init__(self, server: Server, say: Callable[[str], None], drain_seconds: int = DRAIN_SECONDS) -> None:
@@ -152,7 +152,7 @@ class HttpServer(uvicorn.Server):
             lifespan="off",
             server_header=False,
             timeout_keep_alive=75,  # longer than load balancers keep theirs
-            # On h11: uvicorn's other one, taken where it is installed, has no limit of headers.
+            # h11, because httptools, which uvicorn prefers if it is installed, does not limit headers.
             http=partial(Connection, most, {}),  # type: ignore[arg-type]
             backlog=at_once,
             timeout_graceful_shutdown=drain_seconds,
@@ -184,7 +184,7 @@ class HttpServer(uvicorn.Server):
     def end(self) -> None:
         """Refuse new requests, answer open ones, and make `run_until_ended` return."""
         is_first = not self.should_exit
-        self._server.is_ending = self.should_exit = True  # before the line: who has read it may send the next signal
+        self._server.is_ending = self.should_exit = True  # first: whoever reads the message may signal again
         if is_first:
             count = self._server.bridge.num_open
             self._say(
@@ -213,7 +213,7 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
         """Handle SIGINT and SIGTERM in this context; uvicorn would raise them again after a clean shutdown."""
-        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
             yield
             return
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}

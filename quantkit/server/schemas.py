@@ -88,7 +88,7 @@ class Refused(RequestError):
 
 
 class Schema(BaseModel):
-    """Strict model: no unknown fields, and no number in place of a text. Null fields count as not given."""
+    """Base class of request bodies: refuses unknown fields, and numbers for texts. Null fields count as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -129,7 +129,7 @@ class Sampling(Schema):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = Field(1, description="Number of answers to each prompt.")
-    logit_bias: Biases | None = Field(None, description="Added to the logits of tokens, by token id.")
+    logit_bias: Biases | None = Field(None, description="Values to add to logits, keyed by token id.")
     user: str | None = Field(None, description="Not used.")
 
     def params(self, **given: Any) -> SamplingParams:
@@ -201,7 +201,7 @@ class CompletionRequest(Sampling):
         if count == 0 and not self.echo:
             raise Refused("max_tokens is 0; give at least 1, or set echo", "max_tokens")
         if count == 0 and not scores:
-            # Nothing is asked of the model, but an answer needs a request: one token, which is not shown.
+            # The client wants no tokens, but the engine computes at least one, which is not shown.
             return SamplingParams(max_tokens=1)
         scoring = PromptScoring(num_tokens=num_prompt - 1, top=self.logprobs or 0) if scores else None
         return self.params(max_tokens=count, logprobs=self.logprobs, scoring=scoring)
@@ -218,7 +218,7 @@ class DetokenizeRequest(Schema):
 
 def explain_validation(error: ValidationError) -> Refused:
     """Return the most helpful validation error of a request in one line."""
-    # Where a field may be of several types, what is wrong in the one that fits best is the helpful one.
+    # If a field may have several types, the error of the type that fits best is the most helpful one.
     errors = error.errors(include_url=False)
     first = max(errors, key=lambda item: (not item["type"].endswith("_type"), len(item["loc"])))
     path = [str(part) for part in first["loc"] if not (isinstance(part, str) and not part.isidentifier())]
@@ -248,7 +248,7 @@ def openapi_document(routes: Mapping[str, tuple[str, type[Schema] | None]]) -> J
     """Return the OpenAPI description of the server.
 
     Args:
-        routes: by path: a summary, and the body type of a POST request; None = a GET request.
+        routes: keyed by path: a summary, and the body type of a POST request; None = a GET request.
     """
     kinds = [(kind, "validation") for _, kind in routes.values() if kind is not None]
     _, models = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]

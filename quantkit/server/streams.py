@@ -21,7 +21,7 @@ FAILED = error("the model failed on this request; see the server's log", kind="s
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # else nginx keeps parts until it has many
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers parts
 ]
 
 OnEnd = Callable[[Completion], None]
@@ -54,7 +54,7 @@ async def whole_answer(
         bridge, mailbox: connection to the engine, and the request's outputs.
         shape: format of the answer.
         on_end: called with each completion.
-        hidden: whether to hide the one token that had to be computed.
+        hidden: whether to hide the one token that had to be computed, because none was requested.
     """
     done: dict[int, Completion] = {}
     try:
@@ -65,7 +65,7 @@ async def whole_answer(
                         done[index] = output.completion
                         on_end(output.completion)
     except ClientGone:
-        return Response(status_code=499)  # as nginx calls it; nobody reads it
+        return Response(status_code=499)  # nginx's status for a lost client; nobody reads this response
     if any(completion.finish_reason == "error" for completion in done.values()):
         return JSONResponse(FAILED, status_code=500)
     choices = [shape.whole(index, done[index]) for index in sorted(done)]
@@ -95,7 +95,7 @@ class EventStream:
     hidden: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream until it ends, the client disconnects, or the client stops reading for long."""
+        """Send the stream until it ends, the client disconnects, or the client reads nothing for `SEND_SECONDS`."""
         with contextlib.suppress(ClientGone, TimeoutError):
             async with _watched(receive, self.bridge, self.mailbox):
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -110,7 +110,7 @@ class EventStream:
     async def _events(self) -> AsyncIterator[bytes]:
         shape, done, options = self.shape, dict[int, Completion](), self.options
         num_new, frame = 0, self._frame(0)
-        # With the first news: what comes before them would pass for a first token.
+        # Sent with the first output: sent earlier, clients would take these parts for the first token.
         body = b"".join(framed(frame, choice) for choice in shape.first())
         while not self.mailbox.is_done:
             for index, output in await self.mailbox.read():

@@ -1,4 +1,4 @@
-"""How the answer to a chat request is read, and the grammar of an answer that must call a tool."""
+"""How to read the answer to a chat request, and the grammar of an answer that must call a tool."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from quantkit.runtime.dialects.dialect import Dialect
 from quantkit.runtime.json_output import WHITESPACE
 from quantkit.server.conversations import ChatRequest
 
-# The parts of a dialect's example, and the form of a call in dialects whose arguments are not JSON.
+# Name and arguments in a dialect's example of a call, and the call for dialects whose arguments are not JSON.
 _NAME, _ARGUMENTS = "weather", '{"city": "Oslo"}'
 _BARE = f'{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}'
 
@@ -20,13 +20,13 @@ _VERBATIM = Dialect(name="verbatim", template=())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerFormat:
-    """How an answer is read.
+    """How to read an answer.
 
     Args:
         dialect: how the model writes calls and thinking.
-        is_thinking: whether the prompt has begun the thinking.
+        is_thinking: whether the prompt has already opened the thinking section.
         tools: names of the tools that the answer may call.
-        forced: parameters of the tools one of which the answer must call; None = no call is needed.
+        forced: if the answer must call a tool, the parameters of each tool that it may call, keyed by name; else None.
         several: whether an answer that must call a tool may have several calls.
     """
 
@@ -65,7 +65,7 @@ class AnswerFormat:
         )
 
     def marker_tokens(self, added: Mapping[str, int]) -> dict[str, int]:
-        """Return those of a tokenizer's added tokens that are markers in this format.
+        """Return the added tokens of a tokenizer that are markers in this format.
 
         Args:
             added: ids of added tokens by text.
@@ -78,7 +78,7 @@ class AnswerFormat:
     def grammar(self, tokens: Mapping[str, int]) -> str | None:
         """Return llguidance's grammar of an answer that must call a tool; None if no call is needed.
 
-        There may be several calls only where each has markers of its own.
+        Several calls are possible only if each call has its own begin and end markers.
 
         Args:
             tokens: ids of the tokens that are written as tokens, not as the characters of their text.

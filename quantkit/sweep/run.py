@@ -49,7 +49,7 @@ class SweepOptions:
         threads: threads of each trial; None = as in an earlier run of the sweep, else this machine's cores / `jobs`.
         device: "auto", "cpu" or "cuda".
         verify: further arguments for `quantkit verify`.
-        resume: reuse finished trials in the folder; False = run these trials again and leave others alone.
+        resume: reuse finished trials in the folder; False = run the trials of this call again, and leave others alone.
     """
 
     output: Path

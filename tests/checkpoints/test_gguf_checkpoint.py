@@ -259,7 +259,7 @@ def test_a_file_without_a_tokenizer_has_none():
         ({"general.architecture": "mamba"}, "architecture"),
         ({"llama.block_count": None}, "llama.block_count is None, not a whole number"),
         ({"llama.block_count": 3}, "9 tensors are missing, such as that of model.layers.2"),
-        ({"llama.block_count": 1}, "blk.1.* has shape .* but the metadata needs none"),
+        ({"llama.block_count": 1}, "blk.1.* has shape .* but the metadata needs no such tensor"),
         ({"llama.block_count": 1 << 31}, "num_hidden_layers is 2147483648"),
         ({"llama.embedding_length": 32}, "but the metadata needs"),
         ({"llama.attention.head_count": 0}, "head_count is 0, not a whole number above zero"),
@@ -287,7 +287,7 @@ def test_tensors_beyond_the_file_and_unknown_ones_are_refused(file, tmp_path):
         ("cut", data[:-100], "truncated"),
         ("short", data[:3000], "are left|more than fit"),
         ("name", data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "has no place"),
-        ("layer", data.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"), "needs none"),
+        ("layer", data.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"), "needs no such tensor"),
         ("twice", data.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"), "two tensors have the name"),
         ("empty", b"", "are left"),
     ):

@@ -41,7 +41,7 @@ def test_the_demo_model_without_an_argument(run):
         assert words in out
     assert "weights" in out
     assert "exact" in out
-    assert "TTFT: request arrived to first token" in out
+    assert "TTFT: from the arrival of the request to its first token" in out
     assert "loading" in err
     assert "sweep" not in out  # serves the fits only
     assert max(len(line) for line in out.splitlines()) <= 80

@@ -211,7 +211,7 @@ def test_another_chat_template_is_noted_and_shows(folder, tmp_path, prompts, cap
             file.write_text(file.read_text().replace("<offered>", "<plain>"))
     gates = ("--gate", "flips<=0.01", "--gate", "valid_calls>=99")
     assert run("verify", copy, "--baseline", folder, *VERIFY, "--prompts", prompts, *gates) == 3
-    assert "chat template writes some prompts otherwise" in capsys.readouterr().out
+    assert "chat template formats some prompts differently" in capsys.readouterr().out
 
 
 def test_a_model_without_a_chat_template(tiny_llama, models, prompts, capsys):
@@ -253,7 +253,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(folder, original, prom
     plan = plan_of(original, long, count=3)
     assert (plan.num_left_out, [each.number for each in plan.questions]) == (1, [1, 2, 3])
     long.write_text(long.read_text().splitlines()[0])
-    with pytest.raises(DataError, match=r"can take none of the prompts of mine: .* tokens and an answer of 24 exceed"):
+    with pytest.raises(DataError, match=r"can take none of the prompts of mine: .* and an answer of 24 tokens exceed"):
         plan_of(original, long)
 
 
@@ -365,8 +365,8 @@ SAID = '{"messages": [{"role": "user", "content": "hi"}], '
         (GOOD + '{"messages": [{"role": "robot", "content": "x"}]}', ":2: messages.0.role: Input should be 'system'"),
         (SAID + '"tools": {"a": 1}}', ":1: tools: Input should be a valid list"),
         (SAID + '"tools": [{"name": "f"}]}', ":1: tools.0.type: Field required"),
-        (SAID + TOOL % '{"type": "text"}', ":1: tools.0.function.parameters: Value error, 'text' is no type of a JSON"),
-        (SAID + TOOL % '{"properties": {"x": "string"}}', "'string' is no JSON schema"),
+        (SAID + TOOL % '{"type": "text"}', ":1: tools.0.function.parameters: Value error, 'text' is not a type of"),
+        (SAID + TOOL % '{"properties": {"x": "string"}}', "'string' is not a JSON schema"),
         (SAID + '"expect": {"xml": true}}', ":1: expect.xml: Extra inputs are not permitted"),
         (GOOD + SAID + '"kind": "' + "x" * 10_000_000 + '"}', ":2: the line has 10000"),
         ("", " is empty; write one prompt per line"),

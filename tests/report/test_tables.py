@@ -62,7 +62,7 @@ def test_a_terminal_shows_the_beginning_of_a_table_of_very_many_rows():
     text = drawn(table)
     assert "key 1999" in text
     assert "key 2000" not in text
-    assert text.endswith("Read.\n500 more rows: --json has all\n")
+    assert text.endswith("Read.\n500 more rows; --json prints all\n")
 
 
 def test_facts_have_no_header_and_leave_out_what_is_not_known():

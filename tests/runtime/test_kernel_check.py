@@ -207,4 +207,4 @@ def test_stats_speak_of_it(load, family_models, monkeypatch):
     monkeypatch.setattr(llm, "check_kernels", lambda device: None)
     loaded = LLM(family_models["llama"], device="cpu", threads=1)
     monkeypatch.setattr(loaded.model, "device", torch.device("meta"))
-    assert loaded.describe()["GPU kernels"] == "as torch in all checks"
+    assert loaded.describe()["GPU kernels"] == "agree with torch in all checks"

@@ -260,7 +260,7 @@ def test_end_tokens_come_from_the_generation_config(loud_llama, tmp_path):
     ("settings", "said"),
     [
         ({"max_length": 600}, "max_length is 600, but the model's context is 512"),
-        ({"num_pages": 1, "max_length": 100}, "1 pages of 64 tokens hold 64, not one sequence of max_length 100"),
+        ({"num_pages": 1, "max_length": 100}, "1 pages of 64 tokens hold 64, too few for a sequence of max_length 100"),
         ({"memory": "1KiB"}, "a KV pool of 1.0 KiB is too small for one page"),
         ({"memory": "lots"}, "memory 'lots' is not an amount"),
         ({"kv_cache": "int5"}, "unknown KV cache type 'int5'"),

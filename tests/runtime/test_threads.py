@@ -40,7 +40,7 @@ def timings(*costs):
 def test_the_smallest_count_near_the_best_is_chosen(costs, expected):
     choice = threads.smallest_near_best(timings(*costs))
     assert choice.threads == expected
-    assert choice.reason.startswith("measured speed by threads 1: 1.00x, 2: ")
+    assert choice.reason.startswith("measured speed per number of threads: 1: 1.00x, 2: ")
 
 
 def test_a_request_is_obeyed_without_measuring(monkeypatch):
@@ -117,7 +117,7 @@ def test_prompts_alone_are_computed_with_what_is_best_for_large_products(monkeyp
     monkeypatch.setattr(threads, "measure_threads", lambda counts, decodes: timings[decodes])
     assert threads.choose_threads().threads == 1
     choice = threads.choose_threads(decodes=False)
-    assert choice == (2, "measured speed by threads 1: 1.00x, 2: 2.00x")
+    assert choice == (2, "measured speed per number of threads: 1: 1.00x, 2: 2.00x")
 
 
 def test_every_count_is_measured_for_prompts():

@@ -109,7 +109,7 @@ def test_settings_that_it_does_not_have_are_refused(settings, said):
 
 
 def test_its_own_refusals_are_one_line():
-    with pytest.raises(ModelError, match=r"^vLLM 0.0 does not take .*: Unknown quantization method: nonsense. Must be"):
+    with pytest.raises(ModelError, match=r"^vLLM 0.0 cannot load .*: Unknown quantization method: nonsense. Must be"):
         VllmLLM(options={"quantization": "nonsense"})
     with VllmLLM(dtype="fp32") as served:
         with pytest.raises(RequestError, match=r"vLLM 0\.0 refuses a request: The prompt is longer"):

@@ -25,7 +25,7 @@ from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.output.writer import write_shard
 
-# Keeps gradients of float16 layers away from both ends of its range; signs do not depend on it.
+# Keeps gradients of float16 layers away from both ends of float16's range; their signs do not depend on it.
 _LOSS_SCALE = 1024.0
 
 Step = Callable[[str, Tensor, Tensor], None]
@@ -57,7 +57,7 @@ class Examples:
         ordinary tensors.
         """
         states, target = self._store[number][rows], states_of(self._target(number))
-        if isinstance(states, Tensor):  # else one sequence, whose streams may be in front
+        if isinstance(states, Tensor):  # else one sequence; its first dimension may be residual streams
             target = target[rows]
         # Copied in any case: the store may hold tensors of inference mode, which autograd refuses.
         return states.to(self._device, copy=True), target.to(self._device, copy=True)
@@ -70,7 +70,7 @@ def _targets(layer: LayerContext) -> Callable[[int], Batch]:
         return list(data.targets).__getitem__ if layer.store.in_memory else data.targets.__getitem__
     original = data.original
     assert original is not None and original.store is not None, "tuning needs data of both models"
-    # Back on the CPU, so that the device holds one at a time.
+    # Outputs go back to the CPU, so that the device holds one at a time.
     made = (original.forward(batch).to("cpu") for batch in original.store)
     return list(made).__getitem__ if layer.store.in_memory or beside is None else _saved(beside / "targets", made)
 
@@ -89,15 +89,15 @@ class TunedBlock:
     Args:
         layer: the layer, called with `values` in place of its parameters and buffers.
         values: ordinary tensors by relative name.
-        weights: the tuned ones of these tensors, by relative name of the linear.
+        weights: those of `values` that are tuned, keyed by the linear's relative name.
     """
 
     def __init__(self, layer: LayerContext, values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
         self._layer, self._values, self.weights = layer, values, weights
-        self._calls = dict.fromkeys(weights, 0)  # of each linear that were run forwards and not yet backwards
-        self._sums: dict[str, Tensor] = {}  # of gradients that wait for others of the same weight
+        self._calls = dict.fromkeys(weights, 0)  # per linear: calls that ran forwards but not yet backwards
+        self._sums: dict[str, Tensor] = {}  # gradients that wait for other gradients of the same weight
         self._step: Step | None = None
-        self._gradient = torch.empty(0)  # in memory that all linears use in turns
+        self._gradient = torch.empty(0)  # memory that all linears use in turns
 
     def backward(self, hidden: Batch, target: Tensor, step: Step | None) -> float:
         """Backpropagate this batch's relative error (squared error / squared norm of the target), and return it.
@@ -144,7 +144,7 @@ class TunedBlock:
         self._calls[name] -= 1
         if name in self._sums:
             gradient += self._sums.pop(name)
-        # Only now: a weight must stay as it is until all its calls have been run backwards.
+        # Step only after the last call: a weight must stay unchanged until all its calls have been run backwards.
         if self._step is not None and not self._calls[name]:
             self._step(name, gradient, weight)
         else:
@@ -180,13 +180,13 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
     with ExitStack() as stack:
         for opened in (torch.inference_mode(False), torch.no_grad(), layer.quantized_inputs(layer.schemes, _quantized)):
             stack.enter_context(opened)
-        values = {name: value.detach().clone() for name, value in kept.items()}  # outside inference mode: ordinary
+        values = {name: value.detach().clone() for name, value in kept.items()}  # ordinary: inference mode is off
         block = TunedBlock(layer, values, {name: values[f"{name}.weight"].requires_grad_() for name in linears})
         for name in linears:
             linear = layer.linear(name)
             if type(linear).forward is not nn.Linear.forward:
-                continue  # autograd has its gradient, see `_finish`
-            vars(linear)["forward"] = partial(block.multiply, name, linear)  # in front of the class's own
+                continue  # autograd computes its gradient, see `_finish`
+            vars(linear)["forward"] = partial(block.multiply, name, linear)  # overrides the class's method
             stack.callback(vars(linear).pop, "forward")
         yield block
 
@@ -199,7 +199,7 @@ class _Product(torch.autograd.Function):
         context: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, take: Callable[[Tensor, Tensor], None]
     ) -> Tensor:
         context.save_for_backward(inputs)
-        # Not saved: autograd would refuse to go on once a step has changed it.
+        # Not with `save_for_backward`: autograd would raise an error once a step has changed the weight.
         context.weight, context.take = weight, take
         return nn.functional.linear(inputs, weight, bias)
 

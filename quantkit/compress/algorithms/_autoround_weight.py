@@ -18,9 +18,9 @@ from quantkit.numerics.affine import Ranges, WeightGrid, assemble, on_rows
 from quantkit.numerics.scales import round_scale
 from quantkit.numerics.tensor import QuantizedTensor
 
-# Weights worked on at once.
+# Number of weights processed at once.
 _BLOCK = 1 << 19
-# Codes that an offset may move a weight by. The paper's 0.5 can only choose between the two nearest.
+# Largest offset, in codes. The paper's 0.5 can only choose between the two nearest codes.
 _FURTHEST = 1.0
 _FACTORS = (0.25, 2.0)
 
@@ -61,7 +61,7 @@ class TunedWeight:
         Args:
             gradient: (N, K) gradient of the loss with respect to the values, any float dtype; not modified.
             values: (N, K), overwritten with the values after the step.
-            rate: step size of the offsets. Factors move by rate / 2, shifts by rate / 2 of half the code range.
+            rate: step size of the offsets. Factors move by rate / 2, shifts by rate / 2 times half the code range.
         """
         range_rate = rate / 2
         for rows, (ratio, codes, *others) in self._blocks():
@@ -70,7 +70,7 @@ class TunedWeight:
             by_offset, by_scale, by_zero = self._gradients(rows, ratio, gradient[rows], scale, zero, [codes, *others])
             moved = self.offset[rows].view_as(ratio)
             moved.addcmul_(by_offset.sign_(), scale.sign().unsqueeze(-1), value=-rate).clamp_(-_FURTHEST, _FURTHEST)
-            # d loss / d factor = d loss / d scale * start, whose sign counts, since a start may be negative.
+            # d loss / d factor = d loss / d scale * start. The sign of start matters, because it may be negative.
             self.factor[rows] -= range_rate * (by_scale * self._start[rows]).sign_()
             self.factor[rows].clamp_(*_FACTORS)
             if by_zero is not None:
@@ -112,7 +112,7 @@ class TunedWeight:
     def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Compute scales and zero points (R, G) from the tuned parameters; a scale keeps its initial sign."""
         start = self._start[rows]
-        # Rounded as a magnitude, since what underflows becomes a positive epsilon; the sign comes back after it.
+        # Round the magnitude, because a scale that underflows becomes a positive epsilon; then restore the sign.
         scale = on_rows(round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype), self._grid).copysign_(
             start
         )
@@ -144,11 +144,11 @@ class TunedWeight:
         codes, inside, by_value = scratch
         raw = self._raw(rows, ratio, zero, inside)
         torch.clamp(raw, self._dtype.minimum, self._dtype.maximum, out=codes)
-        inside.eq_(codes)  # as numbers: what makes and reads truth values is several times as slow
+        inside.eq_(codes)  # as floats: writing and reading booleans is several times as slow
         by_value.copy_(gradient.view_as(ratio))
         if zero is not None:
             codes -= zero.unsqueeze(-1)
-        # d value / d scale is code - zero, less weight / scale where nothing was clamped.
+        # d value / d scale is code - zero; where nothing was clamped, weight / scale is subtracted.
         by_scale = codes.addcmul_(ratio, inside, value=-1).mul_(by_value).sum(-1)
         # Inside the range code and zero point move together and cancel; only clamped values feel the zero point.
         by_zero = None

@@ -22,7 +22,7 @@ from quantkit.numerics.matmul import add_products, multiplies_bfloat16, pack_mat
 
 # Ridges that are tried, as fractions of the Hessian's mean diagonal.
 _RIDGES = (0.01, 0.1, 0.3)
-# Rows that are divided by a Hessian at once, and columns of its factor: large products, small triangles.
+# Rows that are divided by a Hessian at once, and columns per block of its factor: large products, small triangles.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 
 Shift = Tensor | tuple[Tensor, ...]
@@ -58,7 +58,7 @@ def choose_correction(hessians: list[Tensor], halves: list[Tensor], limit: float
         share = min(a / b, 1.0) if a > 0 and b > 0 else 0.0
         if share * (2 * a - share * b) > gain:
             gain = share * (2 * a - share * b)
-            # Of b the part a is signal and the rest noise, of which all tokens together have half as much.
+            # The part a of b is signal, the rest is noise. With the tokens of both halves, the noise is half as large.
             best = Correction(ridge, min(2 * a / (a + b), limit))
     return best
 
@@ -107,7 +107,7 @@ def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
 
     Args:
         weights: (N_i, K) weight of each linear; not modified.
-        shift: shift of these weights; must not be used afterwards if it is W_i E H^-1.
+        shift: E H^-1, or a tuple of W_i E H^-1, which the result overwrites, so do not use the tuple afterwards.
     Returns:
         A (N_i, K) float32 weight for each linear.
     """
@@ -122,10 +122,10 @@ def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
 
 
 def divide(matrix: Tensor, lower: Tensor) -> Tensor:
-    """Replace a matrix (N, K) by matrix H^-1. Most of the work is matrix products, without LAPACK's copy of the factor.
+    """Replace M (N, K) with M H^-1. Most of the work is matrix products, without LAPACK's copy of the factor.
 
     Args:
-        matrix: (N, K), overwritten with the result.
+        matrix: M (N, K), overwritten with the result.
         lower: (K, K) Cholesky factor of H; its upper triangle is not read.
     """
     width = len(lower)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.errors import ModelError
 
-# Rows copied at once into another order, or from one half to the other.
+# Rows copied at once when a matrix is reordered, or one triangle is copied to the other.
 _COPIED = 256
 # Columns that are factorised at once on a CPU.
 _PANEL = 512
@@ -54,7 +54,7 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     """
     diagonal = hessian.diagonal()
     mean = diagonal.mean().item()
-    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that never fires: rounded on its own
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that is always 0: its column is rounded on its own
     backwards = order.flip(0)
     lower = torch.empty_like(hessian)
     _copy_upper(hessian, hessian)
@@ -101,8 +101,7 @@ def _factorise(matrix: Tensor) -> bool:
     """Replace the lower triangle of a matrix by its Cholesky factor; return False if it is not positive definite.
 
     The entries above the diagonal are undefined afterwards. On a CPU, the factor is computed in panels, so that most of
-    the
-    work is matrix products; see `quick_products`. MKL alone takes twice as long on AMD CPUs.
+    the work is matrix products; see `quick_products`. MKL alone takes twice as long on AMD CPUs.
     """
     size = _PANEL if matrix.device.type == "cpu" else len(matrix)
     info = torch.empty((), dtype=torch.int32, device=matrix.device)
@@ -110,7 +109,7 @@ def _factorise(matrix: Tensor) -> bool:
         stop = start + size
         matrix[start:, start:stop].addmm_(matrix[start:, :start], matrix[start:stop, :start].T, alpha=-1)
         own, below = matrix[start:stop, start:stop].T, matrix[stop:, start:stop]
-        # L' in column-major order is L in row-major order; where the panel is the whole square, it stays in place.
+        # L' in column-major order is L in row-major order; if the panel is the whole matrix, the result stays in place.
         torch.linalg.cholesky_ex(own, upper=True, out=(own, info))
         if info.item():
             return False

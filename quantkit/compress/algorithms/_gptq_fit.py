@@ -29,7 +29,7 @@ from quantkit.numerics.matmul import (
 
 # Elements of the codes, or of their normal equations, and columns of the Hessian held at once.
 _ELEMENTS, _COLUMNS = 1 << 21, 512
-# Of the products of codes and Hessian.
+# Elements of the products of codes and Hessian that are held at once.
 _PRODUCT_ELEMENTS = 1 << 21
 # Rows of the factor whose products are held at once.
 _ROWS = 256
@@ -91,7 +91,7 @@ def _right_sides(
         if packed is not None:
             pack_into(packed.part(rows.start, rows.stop), settled.errors[rows].bfloat16())
         part = lower[rows, : rows.stop].to(torch.bfloat16 if in_c else torch.float32, copy=True)
-        part[:, rows.start :].tril_()  # what is above the diagonal is the Hessian's
+        part[:, rows.start :].tril_()  # values above the diagonal belong to the Hessian
         if packed is None:
             products = part @ settled.errors[: rows.stop]
         else:
@@ -99,7 +99,7 @@ def _right_sides(
             add_products(products, pack_matrix(part.T.contiguous()), slice(0, len(part)), packed.part(0, rows.stop))
         values = settled.codes[rows].float()
         values = values if zeros is None else values.sub_(zeros.index_select(0, groups_of[rows]))
-        # A product, since index_add_ sums in another order each time on a GPU.
+        # A matrix product, because index_add_ on a GPU sums in another order each time.
         right.addmm_(members[:, rows].float(), values.mul_(products))
     return right.T.contiguous()
 
@@ -109,11 +109,11 @@ def _normal_equations(
 ) -> Tensor:
     """Return D'H D (R, G, G) for each row.
 
-    In C, both operands are bfloat16. Codes minus their zero point are exact in bfloat16. For the Hessian it is precise
-    enough, because an error here only changes the step length towards the solution of `_right_sides`.
+    In C, both operands are bfloat16. Codes minus their zero point are exact in bfloat16. For the Hessian, bfloat16 is
+    precise enough, because an error here only changes the step length towards the solution of `_right_sides`.
 
     Args:
-        codes: (K, R), group by group.
+        codes: (K, R), with the inputs ordered by group.
         zero: (R, G) or None.
         groups: G.
         hessian: returns rows of H.
@@ -136,7 +136,7 @@ def _normal_equations(
             _multiply_in_c(values, packed, first, panel, normal[first : first + at_once])
     del values, packed
     normal = normal.permute(2, 0, 1).contiguous()
-    for group in range(1, groups):  # each has met itself and those that follow
+    for group in range(1, groups):  # each was multiplied with itself and the later groups
         normal[:, group, :group] = normal[:, :group, group]
     return normal
 
@@ -169,8 +169,8 @@ def _pack_groups(values: Tensor, size: int) -> Tensor:
 
 
 def _multiply_in_c(values: Tensor, packed: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """Do the same as `_multiply` in bfloat16: codes (K, R), with R padded to whole blocks, and their result of
-    `_pack_groups`.
+    """Do the same as `_multiply` in bfloat16. `values` are codes (K, R) with R padded to whole blocks, and `packed` is
+    their result of `_pack_groups`.
     """
     count, groups, num_rows = normal.shape
     hessian = _pack_groups(panel.bfloat16(), len(values) // groups)

@@ -1,7 +1,7 @@
 """Divide GPTQ's work into sets whose statistics fit into memory together, and into rows that one process solves.
 
-The division of a set depends on its shape alone, not on the number of processes. So its codes do not depend on it
-either.
+The division of a set depends on its shape alone, not on the number of processes. So the set's codes do not
+depend on that number either.
 """
 
 import itertools
@@ -12,13 +12,13 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.distributed import world
 from quantkit.models.linear_sets import LinearSet, find_expert
 
-# Weights that go through the loop as one matrix, in float32: 1 GiB.
+# Largest number of weights that go through the loop as one matrix, in float32: 1 GiB.
 _TALLEST = 1 << 28
-# Rows of the shortest matrix that is cut off one, and the most that one is cut into.
+# Least number of rows per part of a matrix, on average, and largest number of parts.
 _SHORTEST, _MOST_PARTS = 1024, 4
-# To factorise a Hessian takes as long as to solve this share of as many rows as it has columns.
+# Factorising a Hessian takes as long as solving one row for every 8 columns of the Hessian.
 _FACTORISED = 8
-# Of the largest share that is tried, when work is dealt out.
+# Bisection steps in the search for the smallest possible largest share.
 _HALVINGS = 20
 
 Pending = tuple[LinearSet, tuple[str, ...]]
@@ -71,7 +71,7 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
     width = {job.set: layer.weight(job.set[0]).shape[1] for job in jobs}
     rows = [sum(rows.stop - rows.start for _, rows in job.rows) for job in jobs]
     solvers = [layer.owner(job.set[0]) for job in jobs]
-    # Sets stay whole where they can: whoever solves some of one has to factorise its Hessian.
+    # Sets stay whole if possible: each process that solves a part of a set has to factorise the set's Hessian.
     shared = [number for number, job in enumerate(jobs) if not is_of_one_expert(job.set)]
     shared.sort(key=lambda number: -width[jobs[number].set])
     work = [(jobs[n].set, rows[n] * width[jobs[n].set] ** 2, width[jobs[n].set] ** 3 / _FACTORISED) for n in shared]

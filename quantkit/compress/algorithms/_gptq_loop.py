@@ -33,7 +33,7 @@ from quantkit.numerics.scheme import WeightScheme
 
 # Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
 _RUN, _RUN_IN_C = 32, 128
-# Rows of weights copied at once, transposed and into another order.
+# Rows of weights that are transposed and reordered at once.
 _COPIED = 512
 
 
@@ -96,7 +96,7 @@ def settle_columns(
     lower, backwards = factor.lower, factor.backwards
     sizes = [weight.shape[0] for weight in weights]
     workspace, shape = workspace or Workspace(), (len(backwards), sum(sizes))
-    rows = workspace.empty(shape, "rows", lower)  # (K, N): weights, once settled their errors
+    rows = workspace.empty(shape, "rows", lower)  # (K, N): weights, replaced by their errors when settled
     for part, weight in zip(torch.split(rows, sizes, dim=1), weights, strict=True):
         for own, some in zip(torch.split(part, _COPIED, dim=1), torch.split(weight, _COPIED), strict=True):
             own.copy_(some.T.contiguous().index_select(0, backwards))
@@ -109,12 +109,12 @@ def settle_columns(
     codes = torch.empty(rows.shape, dtype=scheme.dtype.storage, device=lower.device)
     owed = workspace.empty((len(rows) if keep_errors else min(block, len(rows)), rows.shape[1]), "owed", lower)
     if len(rows) % 2 or block % 2:
-        dtype = torch.float32  # rows are packed by twos, and blocks are packed one by one
+        dtype = torch.float32  # bfloat16 rows are packed in pairs, block by block
     errors = _Errors(rows, lower, dtype, workspace)
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         span = slice(start, stop)
-        # What each column of the block makes up for, times its pivot; once settled, its row of L'e.
+        # Correction of each column of the block, times the column's pivot; replaced by its row of L'e when settled.
         due = owed[span] if keep_errors else owed[: stop - start]
         errors.multiply(span, due)
         _settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))
@@ -140,8 +140,8 @@ class _Errors:
             self._packed = Packed(held, len(rows), packed_size(len(rows), BLOCK))
 
     def multiply(self, span: slice, out: Tensor) -> None:
-        """Write to `out` the factor's columns `span`, below these rows, times the errors of the columns settled
-        so far.
+        """Write to `out` the product of the factor's columns `span`, below the rows `span`, and the errors of the
+        settled columns.
         """
         below = self._lower[span.stop :, span]
         if self._packed is None or not len(below):
@@ -181,7 +181,7 @@ def _settle_run(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: G
     # As Python numbers: reading them from tensors inside the loop would wait for the device at every column.
     groups, pivots = grid.groups.tolist(), lower.diagonal().tolist()
     chosen = torch.empty(rows.shape, device=rows.device)
-    # Taken apart here: each view costs as much as what is done with it.
+    # Unbind before the loop: each view costs as much as the operation on it.
     columns = zip(pivots, groups, *(part.unbind() for part in (rows, due, lower, chosen)), strict=True)
     for row, (pivot, group, error, own, factors, codes_of_row) in reversed(list(enumerate(columns))):
         step, offset = grid.scales[group], None if grid.zeros is None else grid.zeros[group]

@@ -17,8 +17,7 @@ def can_fold(layer: LayerContext, group: LinearSet) -> bool:
     """Whether the module that computes the set's input can absorb the division.
 
     It cannot if it is a linear that already has codes, or if its outputs do not match the inputs head by head. Nor can
-    it if
-    a linear that reads the input already has codes, because its weight would have to be multiplied.
+    it if a linear that reads the input already has codes, because that linear's weight would have to be multiplied.
     """
     if group.source is None or not layer.chosen.quantized.keys().isdisjoint((group.source, *group.linears)):
         return False
@@ -54,7 +53,7 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
     """
     for name, values in folded(layer.block, group, scales, layer.head_dim):
         if name.removesuffix(".weight") not in layer.schemes:
-            # Written as it is: it takes the rounding of its stored dtype now, not later.
+            # This parameter is written unquantized, so it is rounded to its stored dtype now, not later.
             values = values.to(layer.stored_dtype.get(name, values.dtype))
         layer.block.get_parameter(name).data.copy_(values)
     for name in (*group.linears, group.source or ""):

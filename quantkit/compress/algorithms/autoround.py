@@ -30,7 +30,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 # Batches of the store on which the error before and after is measured.
 _JUDGED = 4
 
-# Steps that are fewer are not made longer than this: it was measured to be worse.
+# Largest default step size, however few steps there are; larger ones were worse in measurements.
 _MOST_RATE = 0.005
 
 Tuned = dict[str, TunedWeight]
@@ -51,7 +51,7 @@ class AutoRoundStep(Step):
     fixes_codes: ClassVar[bool] = True
     needs_targets: ClassVar[bool] = True
     fits_blocks: ClassVar[bool] = False
-    # Each step needs the one before it, so there is nothing to share; the data's other runs are shared.
+    # Each step needs the one before it, so processes cannot share the tuning; they share the other runs of the data.
     on_one_process: ClassVar[bool] = True
 
     iterations: Positive = 1600
@@ -78,7 +78,7 @@ class AutoRoundStep(Step):
             with tunable(layer, names) as block:
                 tuned = {name: _start(layer, name, importance[name]) for name in names}
                 note = self._tune(layer, block, tuned)
-            # Weight by weight, in place of what was tuned of it; the decoded copies are not needed any more.
+            # One weight at a time: its result replaces its tuning state. The decoded copies are not needed any more.
             del block
             return {name: tuned.pop(name).result() for name in names}, note
 

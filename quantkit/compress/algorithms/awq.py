@@ -111,7 +111,7 @@ class AwqStep(Step):
         grid = WeightGrid(scheme.weight, layer.scale_dtype[name])
         # Without the Gram matrices: quicker, and near enough to compare.
         importance = seen.mean_square(scales) if seen is not None and self.clip else None
-        # A few rows at a time stay in a CPU's cache; what rows share is of all of them.
+        # A few rows at a time stay in a CPU's cache; if rows share scales, all rows are rounded together.
         alone = scheme.weight.block_rows == 1 and not scheme.weight.has_tensor_scale
         size = max(1, _ROUNDED // original.shape[1]) if alone else len(original)
         for values, target in zip(torch.split(original, size), torch.split(weight, size), strict=True):
@@ -125,7 +125,7 @@ def search_ratio(error: Callable[[float], float], grid: int) -> float:
     around the best.
 
     Args:
-        error: error of a ratio, smooth enough that its minimum lies next to the best of the coarse points.
+        error: returns the error of a ratio; so smooth that its minimum lies next to the best of the coarse points.
         grid: number of points between 0 and 1.
     """
     step = max(1, grid // 5)

@@ -82,8 +82,8 @@ class GptqStep(Step):
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
         """Return the extra memory at the peak, when the Hessian of the widest inputs is factorized; see `Step`."""
         square = sizes.width**2
-        # Hessian and factor, both whole for that long, beside the cross Gram, which has a row for each output where
-        # these are few. Gram matrices that wait are half, or in two parts whole, and of inputs that are no wider.
+        # At the peak, Hessian and factor are whole matrices. The cross Gram matrix beside them has a row per output, if
+        # there are few outputs. Waiting Gram matrices take half a matrix each (one, if in two parts), and are no wider.
         cross = sizes.tallest if 2 * sizes.tallest <= square else square
         return StepBytes(statistics=4 * (2 * square + (cross if self.asymmetric_calibration else 0)))
 
@@ -94,7 +94,7 @@ class GptqStep(Step):
             errors = {
                 names[0]: CrossGram([layer.weight(name) for name in names], workspace)
                 for names in sets
-                # An expert may see other tokens than it used to, so its inputs cannot be compared.
+                # An expert may see other tokens than in the original model, so its inputs cannot be compared.
                 if self.asymmetric_calibration and find_expert(names[0]) is None
             }
             grams = {
@@ -114,12 +114,14 @@ class GptqStep(Step):
                 gram = grams.pop(names[0])
                 if gram.is_split or layer.owner(names[0]) == rank():
                     statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
-            release_freed_memory()  # of the sums, which would lie beside the factor
+            release_freed_memory()  # the sums, which would lie beside the factor
             self._quantize_sets(layer, sets, statistics)
             release_freed_memory()
 
     def _quantize_sets(self, layer: LayerContext, sets: list[tuple[str, ...]], statistics: Statistics) -> None:
-        """Quantize sets of linears that share a Hessian; one process solves each job."""
+        """Quantize sets of linears; the linears of a set share a Hessian. Each set is cut into jobs, and exactly one
+        process solves each job.
+        """
         jobs = [job for names in sets for job in cut_set(layer, names)]
         factors: dict[tuple[str, ...], tuple[Factor, Shift | None]] = {}  # of the set that is being solved
         workspace = Workspace()
@@ -139,7 +141,7 @@ class GptqStep(Step):
                     shift = shift_of(errors, hessian, chosen, by_all=job.set in common)
                 factors[job.set] = self._factor(hessian), shift
             factor, shift = factors[job.set]
-            if layer.device.type == "cpu":  # what the job before took lies in pieces that do not fit this one's
+            if layer.device.type == "cpu":  # the last job's memory is in pieces that do not fit this job
                 release_freed_memory()
             return self._solve_job(layer, job, factor, shift, workspace), factor.raised
 
@@ -173,7 +175,7 @@ class GptqStep(Step):
     ) -> list[QuantizedTensor]:
         weights = [layer.weight(name)[rows] for name, rows in job.rows]
         dtype = weights[0].dtype
-        if isinstance(shift, tuple):  # of outputs, each of which belongs to one linear
+        if isinstance(shift, tuple):  # its rows are outputs, and each belongs to one linear
             shift = tuple(shift[job.set.index(name)][rows] for name, rows in job.rows)
         weights = weights if shift is None else corrected(weights, shift)
         return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor, dtype, workspace)
@@ -194,13 +196,13 @@ class GptqStep(Step):
         columns: slice | Tensor = slice(None)
         reordered = self.act_order == "group" and scheme.group_size is not None
         if reordered:
-            # Groups are consecutive columns in the order of settling; the index says which group each input has got.
+            # Groups are consecutive columns in the order of settling; the index tells the group of each input.
             columns = factor.backwards.flip(0)
             index = torch.empty_like(index).scatter_(0, columns, index)
         choose = affine.search_parameters if self.scale_search else affine.minmax_parameters
         chosen = [choose(weight[:, columns], grid) for weight, grid in zip(weights, grids, strict=True)]
         sizes, ranges = [len(weight) for weight in weights], affine.join_ranges(chosen)
-        # Fits have one unknown per row and group, which scales shared by rows do not have.
+        # A fit has one unknown per row and group, so scales that rows share cannot be fitted.
         fits = self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0
         for left in range(fits, -1, -1):
             settled = settle_columns(

@@ -63,13 +63,13 @@ def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, k
 
     Args:
         layer: the layer that gets the ranges.
-        seen: input statistics by relative name of each linear, at least in the linear's owner process.
+        seen: input statistics, keyed by the linear's relative name, at least in the linear's owner process.
         known: whether every process has the statistics, so that any process may search.
     """
 
     def search(name: str) -> Ranges:
         weight, grid, inputs = layer.weight(name), layer.grid(name), seen[name]
-        # The set's statistics are of one group size; a linear of it with another has no use for the Gram matrices.
+        # The set's Gram matrices have one group size; a linear with another group size cannot use them.
         fits = inputs.group == grid.scheme.group_width(weight.shape[1])
         gram = inputs.gram(inputs.divisor) if fits else None
         return search_parameters(weight, grid, importance=inputs.mean_square(inputs.divisor), gram=gram)

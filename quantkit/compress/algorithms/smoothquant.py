@@ -20,7 +20,7 @@ from quantkit.models.linear_sets import LinearSet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmoothQuantStep(Step):
-    """Scale each channel by max|x|^alpha / max|w|^(1 - alpha), folded into the norm before it.
+    """Scale each channel by max|x|^alpha / max|w|^(1 - alpha); the division is folded into the norm before the linears.
 
     Args:
         alpha: 0 leaves all outliers in the activations, 1 moves all of them into the weights.

@@ -16,7 +16,7 @@ PAGE_TOKENS = 64
 """Tokens that share a channel's range, as in the pages of the runtime."""
 
 _SAMPLE_TOKENS = 2048
-_CLIPS = tuple(1 - 0.05 * step for step in range(13))  # of the largest number: 1.0 down to 0.4
+_CLIPS = tuple(1 - 0.05 * step for step in range(13))  # fractions of the largest magnitude: 1.0 down to 0.4
 
 
 class HeadStatistics:
@@ -40,14 +40,14 @@ class HeadStatistics:
         self._add("range", (highest - lowest).double().square().sum((0, 2)))
         self._add("peak", size.amax(-1).double().square().sum((0, 2)))
         for page in torch.split(single, PAGE_TOKENS, dim=2):
-            # Partial pages have narrower ranges, which would lower the mean; they count only while no page has been.
+            # Partial pages have narrower ranges, which would lower the mean; one counts only if no page came before it.
             if page.shape[2] == PAGE_TOKENS or not self._num_pages:
                 self._add("page_range", (page.amax(2) - page.amin(2)).double().square().sum(0))
                 self._num_pages += page.shape[0]
         left = _SAMPLE_TOKENS - sum(part.shape[0] for part in self._sample)
         if left > 0:
             flat = single.transpose(1, 2).flatten(0, 1)  # (B T, H, D)
-            # A few tokens of each update, so that the first does not fill the sample.
+            # A few tokens of each update, so that the first update does not fill the sample.
             # Copied, since a slice would keep the whole batch alive.
             self._sample.append(flat[:: max(1, len(flat) // 256)][:left].clone())
         self.num_tokens += single.shape[0] * single.shape[2]
@@ -69,8 +69,8 @@ class HeadStatistics:
         return self._sums[what] / self.num_tokens
 
     def page_ranges(self) -> Tensor:
-        """Return, for each head, the median over its channels of: mean square of the channel's range within a page,
-        divided by the channel's mean square, (H,).
+        """Return (H,): the median, over a head's channels, of the mean square of a channel's range within a page,
+        divided by the mean square of the channel.
         """
         ranges = self._sums["page_range"] / max(1, self._num_pages)
         return (ranges / self.mean_square().clamp_min(1e-30)).median(1).values

@@ -18,7 +18,7 @@ from quantkit.errors import DataError, first_line
 from quantkit.results import CalibrationRecord
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, read_text, shorten
 
-# Documents are tokenized until this many times the tokens needed are there; windows are drawn from all of them.
+# Documents are tokenized until this many times the needed tokens exist; windows are drawn from all of these tokens.
 _SURPLUS = 4
 
 
@@ -31,8 +31,8 @@ class Samples:
         warnings: problems found in the data, one sentence each.
         digest: SHA-256 of the token ids, which identifies the data.
         images: samples with images; they follow the samples without images.
-        held_out: further samples of one length from the same text, on which quantization errors are measured; empty if
-            no text was left.
+        held_out: further samples from the same text, all of one length, for measuring quantization errors; empty if no
+            text was left.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -75,7 +75,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A conversation, and the tools that its template shows; None = none."""
+    """A conversation, and the tools that the chat template shows; None = no tools."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -130,7 +130,7 @@ def num_held_out(samples: int, sequence_length: int) -> int:
 
 
 def _not_among(extra: list[list[int]], samples: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the extra samples that differ from all samples and have the length of the longest of them."""
+    """Return the extra samples that are not among `samples`, and of these only the longest, which have one length."""
     new = [sample for sample in extra if sample not in samples]
     longest = max(map(len, new), default=0)
     return tuple(tuple(sample) for sample in new if len(sample) == longest)
@@ -151,7 +151,7 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
     without = sum(1 for sample in samples if bos is not None and sample[0] != bos)
     short = sum(1 for sample in samples if len(sample) < sequence_length / 2)
     repeated = count - len({tuple(sample) for sample in samples})
-    unknown = tokens.count(tokenizer.unk_token_id) / len(tokens)  # a tokenizer that has no such token makes none
+    unknown = tokens.count(tokenizer.unk_token_id) / len(tokens)  # 0 if the tokenizer has no such token
     findings = (
         (without > 0, f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do"),
         (count < asked, f"only {count} samples where {asked} were asked for; statistics will be noisier"),
@@ -166,9 +166,7 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
 def _tokenize(
     records: Iterable[Any], tokenizer: Any, samples: int, length: int, generator: random.Random, where: str, extra: int
 ) -> Iterator[list[int]]:
-    """Yield chats and token-id records one by one, and windows of text; at most `samples`, then at most
-    `extra` more.
-    """
+    """Yield chats, token-id records and then windows of text, at most `samples` + `extra` in all."""
     texts: list[str] = []
     whole: list[list[int]] = []
     for record in records:
@@ -202,8 +200,8 @@ def _windows(
         stream += tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
         if len(stream) >= samples * step * _SURPLUS:
             break
-    # Windows of all the surplus, not of its beginning: neighbours in a text are alike.
-    # A text shorter than one window is a sample all the same.
+    # Windows are drawn from the whole surplus, not only from its beginning, because neighbouring texts are alike.
+    # A text that is shorter than one window is a sample too.
     starts = list(range(0, len(stream) - step + 1, step)) or [0]
     generator.shuffle(starts)
     windows = [prefix + stream[start : start + step] for start in starts[: samples + extra]]
@@ -212,13 +210,13 @@ def _windows(
 
 def _chat_ids(chat: _Chat, tokenizer: Any, where: str) -> list[int]:
     if any(isinstance(part, dict) and part.get("type") == "image" for turn in chat.messages for part in _parts(turn)):
-        # A tokenizer would leave a mark in the place of the image, and the model never see one.
+        # A tokenizer would put a placeholder in the place of the image, and the model would never see the image.
         raise DataError(f"calibration data {where}: a chat contains images; give this data as calibration.images")
     try:
         text = render_chat(tokenizer, chat.messages, **({} if chat.tools is None else {"tools": chat.tools}))
     except Exception as error:  # templates raise whatever their author chose
         raise DataError(f"calibration data {where}: the tokenizer cannot format this chat: {error}") from error
-    # Special tokens are the template's business; adding them here would double the BOS token.
+    # The template adds the special tokens; adding them here would double the BOS token.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -269,7 +267,7 @@ def _content(record: dict[str, Any], field: str, where: str) -> Any:
 
 
 def _tools(given: Any, where: str) -> list[Any] | None:
-    """Return the tools of a chat record, which data sets also keep as JSON text; None = none."""
+    """Return the tools of a chat record; some data sets store them as JSON text. None = no tools."""
     if isinstance(given, str):
         try:
             given = json.loads(given or "[]")

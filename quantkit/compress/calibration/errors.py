@@ -15,7 +15,7 @@ from quantkit.numerics import affine
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
 
-# Weights whose error is measured at once: its float32 copies must stay small beside the layer.
+# Number of weights whose error is measured at once: their float32 copies must stay small beside the layer.
 _ERROR_BLOCK = 1 << 21
 
 
@@ -30,7 +30,7 @@ def weight_error(weight: Tensor, decoded: Callable[[slice], Tensor]) -> float:
 
     Args:
         weight: (N, K) W.
-        decoded: returns these rows of D, the decoded weight.
+        decoded: given a slice, returns these rows of D, the decoded weight.
     """
     wrong = total = 0.0
     for rows in row_blocks(*weight.shape):
@@ -72,7 +72,7 @@ def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearR
         scheme=layer.schemes[name].describe(),
         shape=weight.shape,
         bits_per_weight=8 * weight.stored_bytes / current.numel(),
-        # With data these are measured once the layer is finished.
+        # With data, both errors are measured when the layer is finished.
         rounding_error=math.nan if has_data else weight_error(current, plainly_rounded(layer, name, current)),
         error=math.nan if has_data else weight_error(current, weight.decoded),
         measure="weight",
@@ -88,7 +88,7 @@ def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[
         weight: (N, K), before any scale was folded into its columns.
     """
     grid = layer.grid(name)
-    if layer.set_key(name) in layer.data.divisors:  # that of the folded weights is another one
+    if layer.set_key(name) in layer.data.divisors:  # the folded weights have another largest magnitude
         grid = replace(grid, tensor_largest=None).completed(weight)
     ranges = affine.minmax_parameters(weight, grid)
 

@@ -31,7 +31,7 @@ def probe(
     all_tokens: bool = False,
     finish: Iterable[str] = (),
 ) -> None:
-    """Run a layer and call `on_call(name, args, kwargs)` before each of these modules runs; stop after the last.
+    """Run a layer and call `on_call(name, args, kwargs)` before each of these modules runs; stop after the last call.
 
     Args:
         block: the layer; its output does not change.
@@ -90,7 +90,7 @@ def hook_output(block: nn.Module, module: str, on_return: Callable[[str, Any], N
 
 
 def token_rows(args: tuple[Any, ...]) -> Tensor:
-    """Return the inputs (T, K) of a call, which are its first argument."""
+    """Return the first argument of a call as input rows (T, K)."""
     inputs: Tensor = args[0]
     return inputs.reshape(-1, inputs.shape[-1])
 
@@ -109,7 +109,7 @@ def show_all_tokens(
         modules: linears of the experts.
         on_call: called with (name, args, kwargs) for each linear, with all tokens at once.
         then: called after the last linear.
-        choose: selects some of all tokens (T, K) to show.
+        choose: given all tokens (T, K), returns the tokens to show.
     """
     first = find_expert(modules[0])
     assert first is not None
@@ -119,7 +119,7 @@ def show_all_tokens(
         tokens = choose(token_rows(args))
         for expert in experts:
             inside = [name for name in modules if name.startswith(f"{expert}.")]
-            # Hooked for this call alone: when the router calls the expert afterwards, its tokens are not seen twice.
+            # The hooks exist only during this call, so tokens are not seen again when the router calls the expert.
             probe(block, inside, on_call, partial(block.get_submodule(expert), tokens))
         then()
 
@@ -142,7 +142,7 @@ def count_tokens(
     def count(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
         counts[names[name]] += len(token_rows(args))
 
-    # Hooks of the experts themselves: only what they are called with says how many tokens each is given.
+    # Hooks on the experts themselves, because only their inputs show how many tokens each one gets.
     with removed_after(hook_modules(block, list(names), count)):
         for run in runs:
             run()

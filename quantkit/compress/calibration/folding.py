@@ -38,5 +38,5 @@ def output_divisor(scales: Tensor, outputs: int, head_dim: int) -> Tensor:
     """
     if outputs == scales.shape[0]:
         return scales
-    # Equal in all query heads of a value head, so the first of them speaks for it.
+    # Scales are equal in all query heads of a value head, so those of the first head are used.
     return scales.view(outputs // head_dim, -1, head_dim)[:, 0].reshape(-1)

@@ -37,11 +37,12 @@ from quantkit.huggingface.layer_call import Batch
 from quantkit.models.linear_sets import find_expert
 from quantkit.results import LinearRecord
 
-# Tokens that errors are measured on, and the share of the calibration tokens that they are where these limits allow it.
+# Least and largest number of tokens for measuring errors; within these limits, one in `_SHARE` calibration tokens.
 _LEAST_ROWS, _MOST_ROWS, _SHARE = 64, 512, 128
-# So much larger an error than plain rounding's is not chance.
+# An error that is this many times that of plain rounding is not chance.
 _WORSE = 1.02
-# Elements of the targets of a layer, held while it is compressed: 64 MiB. Experts by the hundred get fewer rows.
+# Largest number of elements of a layer's targets, held while it is compressed: 64 MiB. With hundreds of experts, each
+# linear gets fewer rows.
 _TARGETS = 1 << 24
 
 
@@ -55,7 +56,7 @@ class HeldOut:
         measure: "held-out", or "calibration" if no text was left to hold out, so that statistics use these tokens too.
         num_tokens: number of tokens.
         layer: number of the layer to which the targets belong.
-        targets: (T, N) float32 W o of each linear.
+        targets: original outputs W o of each linear, (T, N) float32, keyed by relative name.
     """
 
     original: ActivationStore
@@ -77,7 +78,7 @@ class HeldOut:
             layer: the layer as it was read.
             is_last: whether this is the last layer.
         """
-        if layer.name == self.layer:  # of another recipe's run
+        if layer.name == self.layer:  # computed in another recipe's run
             return
         rows = self._pass(layer, self.original, advances=not is_last and self.quantized is not None)
         self.layer, self.targets = layer.name, {}
@@ -92,7 +93,7 @@ class HeldOut:
     def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> None:
         """Write the errors of a quantized layer into its records, and advance the quantized model's states past it.
 
-        If rounding to nearest gives a clearly smaller error than the codes that a step chose, it replaces them.
+        If rounding to nearest gives a clearly smaller error than a step's codes, the rounded codes replace them.
 
         Args:
             layer: the finished layer; modified if codes are replaced.
@@ -100,7 +101,7 @@ class HeldOut:
             is_last: whether this is the last layer.
         """
         store, rounded = self.quantized or self.original, list[str]()
-        new = [name for name, record in layer.chosen.records.items() if math.isnan(record.error)]  # not codes kept
+        new = [name for name, record in layer.chosen.records.items() if math.isnan(record.error)]  # not kept codes
 
         def weight(name: str) -> Tensor:
             return original(name).to(layer.device, layer.weight(name).dtype)
@@ -113,7 +114,7 @@ class HeldOut:
             worse = broadcast(self._first_worse(layer, new, rounded))
             if not worse:
                 break
-            for name in worse:  # before what reads their outputs is judged
+            for name in worse:  # before the linears that read their outputs are judged
                 layer.round_plainly(name, weight(name))
             rounded += worse
         if rounded:
@@ -128,7 +129,7 @@ class HeldOut:
             for name in names
             if name in layer.chosen.solved
             and name not in rounded
-            # Of weights with scales folded in, plain rounding would be another one.
+            # Rounding the original weight is no alternative if scales have been folded into it.
             and layer.set_key(name) not in layer.data.divisors
             and name not in layer.data.output_divisors
             and (record := layer.chosen.records[name]).measure == self.measure
@@ -138,8 +139,8 @@ class HeldOut:
         return [] if first is None else [name for name in worse if name in first.linears]
 
     def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
-        """Return a record with errors. If no held-out token reached the linear (unused modules), they are errors of the
-        weight.
+        """Return a record with errors of the outputs, or of the weight if no held-out token reached the linear (unused
+        modules).
         """
         name, now, target = record.name, layer.weight(record.name), self.targets.get(record.name)
         plain, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)
@@ -163,7 +164,9 @@ class HeldOut:
         )
 
     def _pass(self, layer: LayerContext, store: ActivationStore, *, advances: bool) -> dict[str, Tensor]:
-        """Run the layer on the states of a store. Return the inputs of each set, in the process that has the batch."""
+        """Run the layer on a store's states. Return input rows of each set, keyed by its first linear, in the process
+        that has the batch.
+        """
         rows: dict[str, Tensor] = {}
         count = self._num_rows(layer)
 
@@ -177,7 +180,7 @@ class HeldOut:
 
         def run(_: int, batch: Batch) -> Batch:
             with self._watched(layer, keep, count):
-                # A call is only handed on where a layer comes next; runs of the calibration's batches are not replayed.
+                # Only the next layer's `LayerCall` needs `advance`; `forward` replays no result of another batch.
                 return layer.advance(0, batch) if advances and not isinstance(batch, Tensor) else layer.forward(batch)
 
         if advances:
@@ -191,7 +194,7 @@ class HeldOut:
         names = [group.linears[0] for group in layer.sets if any(name in layer.schemes for name in group.linears)]
         experts = [name for name in names if find_expert(name) is not None]
         handles = hook_modules(layer.block, [name for name in names if name not in experts], keep)
-        if experts:  # of which any sees but some tokens, and others than in the original model
+        if experts:  # each sees only some tokens, and other ones than in the original model
             handles.append(
                 show_all_tokens(
                     layer.block, experts, keep, lambda: None, lambda tokens: spread_rows(tokens, count).to(tokens.dtype)
@@ -211,7 +214,7 @@ def output_error(target: Tensor, inputs: Tensor, weight: Callable[[slice], Tenso
     Args:
         target: (T, N) float32 Y, outputs of the original model's linear.
         inputs: (T, K) float32 X.
-        weight: returns some rows of W (N, K).
+        weight: given a slice, returns these rows of W (N, K).
     """
     wrong = total = 0.0
     for rows in row_blocks(target.shape[1], inputs.shape[1]):

@@ -65,7 +65,7 @@ class ActivationStore:
 
     @property
     def beside(self) -> Path | None:
-        """Folder for data that is computed from the states until the next layer; None = nothing is kept on disk."""
+        """Folder for data that is computed from the states and kept until the next layer; None = no data on disk."""
         return None if self._folder is None else self._folder / "beside"
 
     @property
@@ -84,7 +84,7 @@ class ActivationStore:
 
     def advance(self, forward: Callable[[int, Batch], Batch]) -> None:
         """Replace every batch by `forward(number, batch)`; the previous layer's files stay until `forget_previous`."""
-        # Back on the CPU, so that the device holds one batch at a time.
+        # Outputs go back to the CPU, so that the device holds one batch at a time.
         batches = ((number, forward(number, self[number]).to("cpu")) for number in self.own)
         self._keep(batches, f"layer {self._layer}", self._layer + 1)
 
@@ -94,7 +94,7 @@ class ActivationStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, batches: Iterator[tuple[int, Batch]], source: str, layer: int) -> None:
-        """Store each batch as it arrives, in memory in place of the batch of the previous layer."""
+        """Store each batch as it arrives; in memory, it replaces the batch of the previous layer."""
         digests: dict[int, str] = {}
         for number, states in batches:
             require_finite(states_of(states), source)
@@ -105,7 +105,7 @@ class ActivationStore:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 tensors = {"hidden": states} if isinstance(states, Tensor) else states.tensors()
                 digests[number] = write_shard(path, tensors)
-        # From here on the files of all processes are there.
+        # After `gather`, the files of all processes exist.
         known = {number: digest for part in gather(digests) for number, digest in part.items()}
         self._layer, self.digests = layer, [known[number] for number in sorted(known)]
 
@@ -121,7 +121,7 @@ class ActivationStore:
 def check_saved(path: Path, digest: str) -> None:
     """Raise ResumeError if a file of an interrupted run has changed since it was written."""
     with contextlib.suppress(CheckpointError):
-        read_header(path)  # as long as its tensors: what has grown may have no end
+        read_header(path)  # checks the size first, because a file that has grown may have no end
         if file_digest(path) == digest:
             return
     state = "not what was written" if path.exists() else "missing"

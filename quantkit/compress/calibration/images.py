@@ -91,7 +91,7 @@ def _noise(height: int, width: int) -> Tensor:
 
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-# What processors return that are no images.
+# Outputs of processors that are not images.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids")
 _LIBRARIES = re.compile(r"requires the (\w+) library|No module named '(\w+)'")
 
@@ -194,7 +194,7 @@ def load_processor(folder: Path) -> Any:
     """Load the processor that turns texts with images into a model's inputs; code in its folder is never run.
 
     Raises:
-        InputError: a library that it needs is not installed.
+        InputError: a library that the processor needs is not installed.
         ModelError: the model has no image processor, or the processor or tokenizer cannot be loaded.
     """
     from transformers import AutoProcessor
@@ -203,7 +203,7 @@ def load_processor(folder: Path) -> Any:
         import PIL  # noqa: F401
     except ImportError:
         raise InputError("calibration with images needs Pillow; pip install 'quantkit[images]'") from None
-    load_tokenizer(folder)  # which tries it out: the processor has the same one
+    load_tokenizer(folder)  # checks the tokenizer, which the processor also has
     try:
         with quiet_stdout():
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -223,7 +223,7 @@ def _process(processor: Any, chat: ImageChat) -> dict[str, Any]:
     template = getattr(processor, "chat_template", None)
     try:
         text = _text(processor, chat, template)
-        options = {"add_special_tokens": False} if template else {}  # they are the template's business
+        options = {"add_special_tokens": False} if template else {}  # the template adds them
         made = processor(text=[text], images=[_open(chat)], return_tensors="pt", **options)
     except DataError:
         raise
@@ -288,7 +288,7 @@ def _read(path: Path) -> list[ImageChat]:
 
 
 def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a .jsonl file with this text, each with its line for messages.
+    """Yield the objects of a .jsonl file with this text, each after its file and line number, for messages.
 
     Raises:
         DataError: a line is not a JSON object.

@@ -18,7 +18,7 @@ from quantkit.numerics.scheme import ActivationScheme
 
 RangeMethod = Literal["absmax", "mse"]
 
-# Values kept of each batch, and in all, to measure errors on; whole rows, so that no channel is missed.
+# Number of values kept of each batch, and in all, to measure errors. Whole rows are kept, so that no channel is missed.
 _BATCH_VALUES, _VALUES = 1 << 16, 1 << 20
 # Fractions of the largest magnitude that are tried, down to a 32nd.
 _FRACTIONS = tuple(2 ** (-i / 6) for i in range(31))
@@ -34,7 +34,7 @@ class InputRange:
     def __init__(self, keep: bool) -> None:
         self._keep = keep
         self._kept: list[Tensor] = []
-        self._largest: list[Tensor] = []  # of each batch
+        self._largest: list[Tensor] = []  # one per batch
 
     def update(self, inputs: Tensor) -> None:
         """Add inputs (T, K) of any float dtype; they are not modified."""
@@ -57,7 +57,7 @@ class InputRange:
 
 
 def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
-    """Compute the scale of every input that needs one, and add it to the codes of the linears that read the input.
+    """Compute the scale of every input that needs one, and add it to the quantized weights that read the input.
 
     Args:
         layer: a layer whose linears all have codes; modified.
@@ -105,7 +105,7 @@ def _inputs(layer: LayerContext) -> list[list[str]]:
 
 def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:
     """Return the largest magnitude that the scale must cover."""
-    # Under a global scale the groups have scales of their own at run time, so there is nothing that clipping helps.
+    # With a dynamic scheme this is a global scale. Groups get their own scales at run time, so clipping would not help.
     if method == "absmax" or seen.largest == 0 or scheme.dynamic:
         return seen.largest
     values = seen.values

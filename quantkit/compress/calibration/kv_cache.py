@@ -37,8 +37,8 @@ def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
     """Choose scales and number types of one layer's cache; call this when its weights are final.
 
     Args:
-        layer: the layer, with the hidden states in its store unless the goal needs no data. A note is added if the
-            decision differs from the goal.
+        layer: the layer. If `goal.needs_data`, its store must hold the hidden states. A note is added if the decision
+            differs from the goal.
         goal: cache that the recipe asks for.
     Raises:
         ModelError: the layer does not pass its keys and values to a cache.
@@ -51,7 +51,7 @@ def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
     scheme = choose_scheme(statistics, goal)
     record = CacheRecord(
         scheme=scheme_to_dict(scheme),
-        # Fixed scales are of what was asked for, in every layer: that is what the standard section announces.
+        # Fixed scales belong to the requested scheme in every layer, because config.json announces it for all layers.
         key_scale=_scales(layer.name, "keys", asked.key, statistics.keys, goal),
         value_scale=_scales(layer.name, "values", asked.value, statistics.values, goal),
         largest_key=statistics.keys.peak.max().item(),
@@ -79,7 +79,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             raise _Seen(key_states, value_states)
 
-    argument = cache_argument(layer.block.forward) or "past_key_values"  # which may hide behind **kwargs
+    argument = cache_argument(layer.block.forward) or "past_key_values"  # it may be in **kwargs
 
     def cached(hidden: Batch) -> tuple[Tensor, Tensor]:
         try:
@@ -93,7 +93,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
 
     statistics = CacheStatistics(rotate=rotate)
     for number in own_turns(layer.store):
-        # Sums over heads and channels are small beside the layer's work, so every process takes them all.
+        # The statistics cost little beside the layer, so every process computes them for all batches.
         for states in gather(None if number is None else cached(layer.store[number])):
             if states is not None:
                 statistics.update(*states)
@@ -117,7 +117,7 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
     Args:
         statistics: statistics of one layer.
         scheme: scheme of the keys.
-        rotated: whether keys are rotated before rounding; None = if the statistics include rotated keys.
+        rotated: whether keys are rotated before rounding; None = yes, if the statistics include rotated keys.
     """
     if scheme.dtype is None:
         return 0.0
@@ -144,18 +144,17 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
     enough.
 
     Remedies are tried in order of cost: ranges per channel instead of per token, 8 bits, unquantized. If a recipe names
-    a
-    remedy, only that one is tried, and keys stay unquantized if it does not help.
+    a remedy, only that one is tried, and keys stay unquantized if it does not help.
     """
     if not goal.outliers or noise(statistics, goal.scheme.key) <= MOST_NOISE:
         return goal.scheme
     names = tuple(_REMEDIES) if goal.remedy == "auto" else (goal.remedy, "leave")
     for name in names:
         remedy = _REMEDIES[name]
-        # Per channel means the same bits, and caches have such ranges for int4 only.
+        # The remedy "channel" keeps the number type, and only int4 caches have ranges per channel.
         if remedy == goal.scheme.key or (name == "channel" and goal.scheme.key.dtype is not INT4):
             continue
-        # A remedy takes the place of a rotation too.
+        # A remedy also replaces the rotation.
         if noise(statistics, remedy, rotated=False) <= MOST_NOISE:
             return KVScheme(key=remedy, value=goal.scheme.value)
     return KVScheme(value=goal.scheme.value)

@@ -38,7 +38,7 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
 
-# Outputs for the same tokens in another batch: rounding alone leaves far less noise than this.
+# Least signal-to-noise ratio of a repeated run, perhaps in another batch; rounding alone leaves far less noise.
 _SAME_DB = 20.0
 _NO_ERRORS: Mapping[str, CrossGram] = MappingProxyType({})
 
@@ -61,8 +61,7 @@ class LayerContext:
         head_dim: width of an attention head.
         stored_dtype: dtype on disk of each parameter, by relative name.
         seed: seed of the run, for steps that draw random numbers.
-        owners: with several processes, the process that solves a set and keeps its statistics, by the set's first
-            linear.
+        owners: with several processes: for each set, keyed by its first linear, the process that keeps its statistics.
         data: statistics of the layer's inputs, and the original layer.
         chosen: choices made so far.
         shared: statistics of the unchanged layer, shared with other recipes that have the same inputs; None = not
@@ -146,7 +145,7 @@ class LayerContext:
             return compute()
         if key not in self.shared:
             self.shared[key] = compute()
-        value: T = copy.deepcopy(self.shared[key])  # who has asked works in what it was given
+        value: T = copy.deepcopy(self.shared[key])  # a copy, because the caller modifies it
         return value
 
     def observe(self, observers: Mapping[str, Seen], errors: Mapping[str, CrossGram] = _NO_ERRORS) -> dict[str, Seen]:
@@ -155,10 +154,10 @@ class LayerContext:
         With several processes, an observer gets its inputs in the process that owns the set; see `known` and `Gram`.
 
         Args:
-            observers: observers by relative name of a linear.
+            observers: observers, keyed by the linear's relative name.
             errors: further observers for some of these linears. Each gets the linear's inputs together with the
-                original model's inputs of the same tokens, divided by the scales that have been folded into their
-                source since.
+                original model's inputs of the same tokens. The latter are divided by the scales that steps have folded
+                into their source.
         Returns:
             The observers, or copies of other observers that have seen the same inputs.
         """
@@ -191,7 +190,7 @@ class LayerContext:
     def _run_batches(self, rows: Deliveries, observed: Collection[str], compared: Collection[str]) -> None:
         changing = {name for name in self.schemes if name not in self.chosen.quantized}
         seen = {name for first in observed for name in self._set(first).linears}
-        # Before any codes are chosen and after, no other run will look at what this one could keep.
+        # If no linear has codes yet, or all have, no later run would use what this run could store.
         if self.stream.structure is None and (compared or 0 < len(changing) < len(self.schemes)):
             self._learn_structure()
         original = self.data.original
@@ -204,7 +203,7 @@ class LayerContext:
                 run, needed = partial(self.forward, self.store[number]), seen | changing
                 shown, send_inputs = tuple(observed), partial(send, "input")
                 self.stream.run(number, run, shown, send_inputs, changing, needed, all_tokens=self.data.all_tokens)
-                # Both models' runs in turns, so that only one batch of inputs is held.
+                # Run both models in turns, so that only one batch of inputs is held.
                 if original is not None and compared:
                     run = partial(original.forward, original.batch(number))
                     original.run(number, run, tuple(compared), partial(send, "original"), (), changing - seen)
@@ -217,7 +216,7 @@ class LayerContext:
         first = self.store[0]
         if isinstance(first, Tensor):
             self.stream.learn(self.schemes, partial(self.forward, first[:1]))
-        else:  # which happens on the way, so nothing of it may be left out
+        else:  # a `LayerCall`: layers exchange tensors inside, so no module may be skipped
             self.stream.structure = NOTHING
             self.chosen.notes.append("hands on more than hidden states, so it was run whole for each set of linears")
         if self.data.original is not None:
@@ -262,8 +261,8 @@ class LayerContext:
             return self.stream.advance(number, batch)
 
     def check_runs(self, first: Tensor | None) -> None:
-        """Check that repeated runs give equal results, by the layer's output for the first sequence, `first`; tell all
-        processes.
+        """Check that a repeated run gives the same result as `first`, the layer's output for the first sequence; all
+        processes learn the answer.
         """
         if self.stream.structure is None or not isinstance(self.store[0], Tensor):
             return
@@ -320,19 +319,19 @@ class LayerContext:
         return self.owners.get(self.set_key(name), 0)
 
     def by_owners(self, names: Sequence[str], compute: Callable[[str], T]) -> list[T]:
-        """Compute a value for each of these linears by the owner of its set, and return all values in every process."""
-        if self.stream.store is None:  # the work of one process, and of one of its threads
+        """Compute each linear's value in the process that owns its set, and return all values in every process."""
+        if self.stream.store is None:  # one thread of one process does this work alone
             return [compute(name) for name in names]
         return share_out(names, compute, owners=[self.owner(name) for name in names])
 
     def known(self, observers: Mapping[str, T]) -> dict[str, T]:
-        """Return each observer as its owner has it, in every process."""
+        """Return each observer, with the statistics that its owner has, in every process."""
         names = list(observers)
         return dict(zip(names, self.by_owners(names, observers.__getitem__), strict=True))
 
     def _put(self, name: str, weight: QuantizedTensor, record: LinearRecord) -> None:
         current, grid = self.weight(name), self.grid(name)
-        # Fixed by the first codes: from here on the layer holds decoded values, whose largest may be another.
+        # Fixed by the first codes: from here on the layer holds decoded values, whose largest may differ.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
         self.chosen.records[name], self.chosen.quantized[name] = record, weight
@@ -340,8 +339,8 @@ class LayerContext:
             current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
-        """Return the largest magnitude (1,) of all linears that share a tensor-wide scale with this one, before any had
-        codes.
+        """Return the largest magnitude (1,) of all linears that share a tensor-wide scale with this one, before any of
+        them got codes.
         """
         if not self.schemes[name].weight.has_tensor_scale:
             return None
@@ -360,7 +359,7 @@ class LayerContext:
         return [other for other in inside if other in self.schemes and self.schemes[other].weight == scheme]
 
     def divide_inputs(self, group: LinearSet, scales: Tensor) -> None:
-        """Note that the inputs of a set, and so the outputs of its source, are now divided by `scales` (K,)."""
+        """Record that the inputs of a set, and so the outputs of its source, are now divided by `scales` (K,)."""
         self.stream.forget()
         key, divisors, outputs = group.linears[0], self.data.divisors, self.data.output_divisors
         divisors[key] = divisors.get(key, 1.0) * scales

@@ -21,9 +21,9 @@ class LayerData:
         all_tokens: whether statistics of experts use all tokens instead of the routed ones; the layer's output is not
             affected.
         tokens_per_expert: number of tokens routed to each expert; set by `LayerContext.count_tokens`.
-        divisors: (K,) factors by which the inputs of a set have been divided since the layer was loaded, by the set's
-            first linear.
-        output_divisors: (N,) factors by which the outputs of a linear have been divided since then, by its name.
+        divisors: (K,) factors by which the inputs of a set have been divided since the layer was loaded, keyed by the
+            set's first linear.
+        output_divisors: (N,) factors by which the outputs of a linear have been divided since then, keyed by its name.
     """
 
     original: Stream | None = None
@@ -36,13 +36,13 @@ class LayerData:
 
 @dataclass(kw_only=True, slots=True)
 class LayerChoices:
-    """Choices made for a layer so far, by relative name. *Mutable*.
+    """Choices made for a layer so far, keyed by relative name. *Mutable*.
 
     Args:
         ranges: ranges that a step chose for the later rounding.
         quantized: codes; the layer computes with their dequantized values.
         solved: linears for which a step chose the codes, not only the ranges.
-        tensor_largest: see `WeightGrid`; for linears that share it, by the first of them. It is fixed when one of them
+        tensor_largest: see `WeightGrid`; keyed by the first of the linears that share it. It is fixed when one of them
             gets codes.
         cache_scales: tensors of the KV cache to write beside the weights.
         records: errors and sizes of the quantized linears.

@@ -20,12 +20,12 @@ from quantkit.numerics.matmul import Operand, add_products, multiplies_bfloat16,
 
 # Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
-# Tokens copied at once for it.
+# Tokens copied at once for the product.
 _TOKENS = 1024
-# Norm of an input, in medians, above which a token counts as if it had this one. The first token of a text, and a few
-# others, are a hundred times as large, all alike, and hardly say anything of other texts.
+# Largest norm with which a token counts, in units of the median norm. The first token of a text, and a few others, have
+# norms a hundred times as large. They are all alike and say hardly anything about other texts.
 _LARGEST_NORM = 2.0
-# Combinations of outputs that stand for all of them where an error has to be estimated only.
+# Number of combinations of outputs that stand for all outputs where an error is only estimated.
 _SKETCHED = 256
 
 
@@ -86,7 +86,7 @@ class Workspace:
 
 
 class _MeanMatrix:
-    """Sum (R, K) float32 over tokens, whose mean is returned once; computed in panels of rows.
+    """Sum of (R, K) float32 matrices over tokens, computed in panels of rows. `finish` returns the mean, once.
 
     Args:
         width: K.
@@ -112,7 +112,7 @@ class _MeanMatrix:
         self.is_split = split
         starts = range(0, self._shape[0], _PANEL)
         panels = [slice(start, min(start + _PANEL, self._shape[0])) for start in starts]
-        # As dear as those of a Gram matrix, of which each is wider than the one before.
+        # Counted as costly as the panels of a Gram matrix, where each panel is wider than the one before.
         self._shared = list(zip(panels, assign_work([panel.stop for panel in panels]), strict=True))
         self.sums = [
             (panel, [torch.zeros(self._part(panel), dtype=torch.float32, device=device) for _ in range(parts)])
@@ -139,7 +139,7 @@ class _MeanMatrix:
         """
         self._workspace, own = Workspace(), self.sums[::-1]
         self.sums = []
-        # Not zeros: what is never written to takes no memory, and of a Gram matrix that is nearly half.
+        # Not zeros: memory that is never written to is not allocated, and in a Gram matrix that is nearly half.
         parts = [torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(self._parts)]
         for panel, owner in self._shared:
             mine = not self.is_split or owner == rank()
@@ -196,7 +196,7 @@ class CrossGram(_MeanMatrix):
 
     def __init__(self, weights: Sequence[Tensor], workspace: Workspace | None = None) -> None:
         sizes, (_, width), device = [len(weight) for weight in weights], weights[0].shape, weights[0].device
-        # By outputs each token costs a product more, so they must be at most half as many.
+        # W (o - x) x' costs one more product per token, so it is used only for at most half as many outputs as inputs.
         self._sizes = sizes if 2 * sum(sizes) <= width else None
         self._weights = list(weights) if self._sizes else []
         super().__init__(width, device, sum(sizes) if self._sizes else None, split=True, workspace=workspace)
@@ -206,9 +206,9 @@ class CrossGram(_MeanMatrix):
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add inputs (T, K), and the inputs of the same tokens in the original model; neither is modified."""
         for half, (rows, others, shares) in self._halves.chunks(inputs, original, _token_shares(inputs)):
-            # The difference first: of two sums o x' and x x' little but rounding would be left.
+            # Subtract first: the difference of the sums of o x' and x x' would be little more than rounding noise.
             wrong = torch.sub(others, rows, out=self._workspace.empty(rows.shape, "errors", rows))
-            if not wrong.any():  # what enters the first layer
+            if not wrong.any():  # inputs of the first layer
                 continue
             wrong, values = _scaled(wrong, shares), self._workspace.operand(_scaled(rows, shares), "inputs")
             left = None if self._weights else self._workspace.operand(wrong, "left")
@@ -245,11 +245,11 @@ class CrossGram(_MeanMatrix):
 def _token_shares(inputs: Tensor) -> Tensor:
     """Return the factor of each token of (T, K) inputs, (T, 1) float32, at most 1; see `_LARGEST_NORM`.
 
-    AWQ and searched ranges do not use it, because their codes compensate for nothing: their KL was a third larger with
-    it.
+    AWQ and searched ranges do not use it, because their codes do not compensate for errors; with it, their KL was a
+    third larger.
     """
     norms = torch.linalg.vector_norm(inputs, dim=1, keepdim=True, dtype=torch.float32)
-    if not len(norms):  # no token is routed to an expert
+    if not len(norms):  # an expert without tokens
         return norms  # type: ignore[no-any-return]
     return (_LARGEST_NORM * norms.median() / norms).nan_to_num_(1.0).clamp_(max=1.0)  # type: ignore[no-any-return]
 
@@ -342,8 +342,8 @@ class Deliveries:
     """Exchange of input rows between processes, one batch per process at a time.
 
     Args:
-        handlers: functions that receive the rows, by kind of rows. They are called in the order of the batches and,
-            within a batch, in the order of `send`.
+        handlers: functions that receive the rows, keyed by the kind of rows. They are called in the order of the
+            batches and, within a batch, in the order of `send`.
         recipients: returns the processes that need the rows of a linear.
         device: device of all rows.
     """
@@ -366,7 +366,7 @@ class Deliveries:
         if world() == 1:
             self._handlers[kind](name, rows)
             return
-        rows = rows.clone()  # the layer may change in place what it has shown
+        rows = rows.clone()  # the layer may modify its inputs in place
         self._count += 1
         for to in self._recipients(name):
             self._waiting[to][self._count, kind, name] = rows

@@ -25,7 +25,7 @@ from quantkit.huggingface.layer_call import Batch, LayerCall, hidden_states, sta
 from quantkit.huggingface.layer_inputs import Compute, compute_with
 from quantkit.models.linear_sets import find_expert
 
-# Outputs of this many times the numbers of the layer's own are not kept: attention weights, for instance.
+# Outputs with more than this many times as many numbers as the layer's output are not stored, e.g. attention weights.
 _MOST_WIDTHS = 16
 
 
@@ -72,7 +72,7 @@ Value = Callable[[torch.device], Any]
 class _Kept:
     """Stored tensors of one batch, by module: the module's output, or the input of its last linear. *Mutable*.
 
-    They are on disk if there is a folder, because those of all batches need much more memory than the layer.
+    They are on disk if the store has a folder, because those of all batches need much more memory than the layer.
 
     Args:
         store: store of the hidden states.
@@ -92,7 +92,7 @@ class _Kept:
             return
         path = self._path(self._store.beside, module)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Of a view, the whole of what it is a view of would be written.
+        # Views are copied, because torch would write the whole tensor that they are views of.
         own = tree_map_only(Tensor, lambda x: x.to("cpu", copy=x.untyped_storage().nbytes() > x.nbytes), value)
         torch.save(own, path)
         self.values[module] = partial(_loaded, path), linear
@@ -118,7 +118,7 @@ class Stream:
         arguments: returns the other arguments with which the model calls the layer.
         next_call: returns the call of the next layer, if layers exchange more than hidden states.
     Attributes:
-        device: device of the weights, including weights that are no longer needed.
+        device: device of the weights, except those that `drop_complete` has freed.
         structure: modules that can be replayed; None = nothing is stored.
     """
 
@@ -178,14 +178,14 @@ class Stream:
         """
         kept, structure = self._kept.setdefault(number, _Kept(self.store, number)), self.structure or NOTHING
         ends = _next_ends(structure, linears, changing)
-        # What is in a module of which the end's input will be kept is not needed after this run.
+        # Modules inside a module of `ends` are not needed after this run: the input of its last linear is stored.
         known = {*(name for name, (_, linear) in kept.values.items() if linear is None), *linears}
         to_keep = [
             name
             for name in structure.without({*changing, *needed})
             if name not in known and not _is_in_any(name, ends.values())
         ]
-        final = True  # so far in this run
+        final = True  # whether no changing linear has run yet in this run
 
         def keep_output(name: str, output: Any) -> None:
             if final:
@@ -244,7 +244,7 @@ class Stream:
     def _replaced(self, name: str, output: Callable[[torch.device], Any]) -> Iterator[None]:
         """While open, a module returns this value instead of computing its output."""
         attributes = vars(self.block.get_submodule(name))
-        attributes["forward"] = lambda *_, **__: output(self.device)  # in front of the class's own
+        attributes["forward"] = lambda *_, **__: output(self.device)  # overrides the class's method
         try:
             yield
         finally:
@@ -252,7 +252,7 @@ class Stream:
 
 
 def _next_ends(structure: Structure, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
-    """Return, by linear, the modules that end in one of these linears and contain no other changing linear."""
+    """Return, keyed by linear, the module that ends in this linear and contains no other changing linear."""
     return {
         end.linear: module
         for module, end in structure.ends.items()
@@ -272,7 +272,7 @@ def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[]
     calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in inside}
 
     def returned(name: str, output: Any) -> None:
-        # With a copy, since a module may change in place what its last linear has returned.
+        # With a copy, because a module may modify its last linear's output in place.
         calls[name].append((output, _copied(output, "cpu")))
 
     with removed_after([hook_output(block, name, returned) for name in inside]):
@@ -301,7 +301,7 @@ def _linears_by_module(linears: Collection[str]) -> dict[str, list[str]]:
 
 
 def _is_usable(module: nn.Module, calls: list[tuple[Any, Any]], limit: int) -> bool:
-    """Whether a module is called at most once and returns tensors of moderate size; an expert may have got no token."""
+    """Whether a module is called at most once (an expert may get no token) and returns tensors of moderate size."""
     if len(calls) != 1:
         return not calls and not isinstance(module, nn.ModuleList)
     leaves = tree_leaves(calls[0][0])

@@ -37,10 +37,10 @@ class ExportedTensor:
         module: full module name in the checkpoint.
         stored_name: tensor name in the checkpoint.
         shape: shape in the GGUF file, outermost dimension first.
-        is_quantized: whether it is the weight of a linear whose codes are copied.
-        is_norm: whether it is a norm's weight, to which the family's offset is added.
+        is_quantized: whether the tensor is the weight of a linear whose codes are copied.
+        is_norm: whether the tensor is a norm's weight, to which the family's offset is added.
         interleave: number of heads whose rows are reordered; 0 = rows keep their order.
-        transposed: whether the checkpoint stores it transposed.
+        transposed: whether the checkpoint stores the tensor transposed.
     """
 
     name: str
@@ -150,8 +150,8 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
             transposed = relative in family.transposed and len(shape) == 2
             if relative in heads and shape[0] != heads[relative] * model.head_dim:
                 raise ModelError(
-                    f"{source.reader.path}: {module}.{local} has {shape[0]} rows, config.json says {heads[relative]} "
-                    f"heads of {model.head_dim}; correct config.json"
+                    f"{source.reader.path}: {module}.{local} has {shape[0]} rows, but config.json says "
+                    f"{heads[relative]} heads of width {model.head_dim}; correct config.json"
                 )
             tensors.append(
                 ExportedTensor(

@@ -1,6 +1,7 @@
 """Write a checkpoint as one GGUF file: copy codes exactly, or round the weights of an unquantized model to a GGUF type.
 
-Tensors are written one at a time. Every tensor is read back and compared with its digest, and codes with the source.
+Tensors are written one at a time. Every tensor is read back and compared with the digest of what was written. Blocks
+that are made from codes are also decoded and compared with the source.
 Source: llama.cpp `convert_hf_to_gguf.py`; file types as in `llama-quantize`.
 """
 
@@ -31,7 +32,7 @@ from quantkit.formats.ggml.blocks import PLAIN, block_values, dequantize_blocks,
 from quantkit.formats.ggml.gguf_file import read_gguf, write_gguf_file
 from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block
 
-# By the name of the type that most matrices have.
+# ggml's type of the whole file, keyed by the type that most matrices have.
 _FILE_TYPES = {
     "f32": FileType.ALL_F32,
     "f16": FileType.MOSTLY_F16,
@@ -77,9 +78,10 @@ def write_gguf(
 
     Args:
         source: the checkpoint; codes are copied, everything else keeps its dtype.
-        path: path of the file, replaced if it exists; the caller renames it.
+        path: path of the file; an existing file is replaced. The caller renames the file.
         type_name: for an unquantized model, a key of `MATRIX_BLOCKS`, to which the layers' matrices are rounded.
-        embedding: likewise, for the embedding and the head; None = as the other matrices.
+        embedding: likewise, for the embedding and the head; None = as the other matrices, but the head gets q6_k if
+            `type_name` is a smaller K type.
         progress: called before each layer.
     Raises:
         SchemeError: no block type can store the codes exactly.
@@ -89,7 +91,7 @@ def write_gguf(
     model = find_gguf_model(source)
     exported = list_tensors(source, model)
     has_head = any(tensor.name == "output.weight" for tensor in exported)
-    # Types first: the header, which lists them, is written before any tensor.
+    # Choose all types first: the header, which lists them, is written before any tensor.
     asked = (_type_of(tensor, type_name, embedding, has_head=has_head) for tensor in exported)
     plan = [(tensor, _block(source, tensor, own)) for tensor, own in zip(exported, asked, strict=True)]
     metadata = metadata_of(source, model, int(_FILE_TYPES[type_name] if type_name else _file_type(plan)))
@@ -128,7 +130,7 @@ def check_model(source: Source) -> None:
 
 
 def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
-    """List the facts about the checkpoint that the file omits, and those that it stores with more bytes."""
+    """Return notes about settings of the checkpoint that the file omits, and about linears that become larger."""
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
         notes.append(
@@ -155,20 +157,23 @@ def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
     size = block_values(Block[MATRIX_BLOCKS[type_name][0]]) if type_name else 1
     others: dict[Block, list[ExportedTensor]] = {}
     for tensor, block in plan:
-        if block != Block.F32 and tensor.shape[-1] % size:  # norms are float32 in any file
+        if block != Block.F32 and tensor.shape[-1] % size:  # norms are always float32
             others.setdefault(block, []).append(tensor)
     if others:
         total = sum(block != Block.F32 for _, block in plan)
         widths = ", ".join(map(str, sorted({tensor.shape[-1] for of in others.values() for tensor in of})))
-        listed = ", ".join(f"{len(of)} are {block.name}, such as {of[0].name}" for block, of in others.items())
-        yield f"Blocks of {type_name} have {size} values, which do not divide {widths}; of {total} matrices {listed}"
+        listed = ", ".join(f"{block.name} ({len(of)}, such as {of[0].name})" for block, of in others.items())
+        yield (
+            f"Rows of {widths} values are not whole blocks of {type_name} ({size} values each), so some of the {total} "
+            f"matrices get another type: {listed}"
+        )
 
 
 def _type_of(tensor: ExportedTensor, type_name: str | None, embedding: str | None, *, has_head: bool) -> str | None:
-    """Return the type to round a tensor to; None = its own."""
+    """Return the type to round a tensor to; None = keep its own dtype."""
     if tensor.name not in ("output.weight", "token_embd.weight"):
         return type_name
-    # In a model without a head, the embedding is the head and gets its type.
+    # In a model without a head, the embedding serves as the head and gets the head's type.
     is_head = tensor.name == "output.weight" or not has_head
     if embedding is None and is_head and type_name in ("q2_k", "q3_k", "q4_k", "q5_k"):
         return "q6_k"  # as llama-quantize does, since the head is worth more bits
@@ -204,7 +209,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Blo
             return Block[FORMAT.symmetric_block(scheme.weight)]
         return _encode(source, tensor)[0]  # the zero points decide whether Q4_1 can store it
     if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
-        return Block.F32  # llama.cpp adds and multiplies by these in float32
+        return Block.F32  # llama.cpp adds these, or multiplies by them, in float32
     if type_name is None:
         dtype = source.reader.info(tensor.stored_name).dtype
         block = {PLAIN[block]: block for block in (Block.F32, Block.F16, Block.BF16)}.get(dtype)

@@ -39,7 +39,7 @@ class Conversion:
         format: format of the output.
         num_linears: number of quantized linears; all were compared with the source after writing.
         source_bytes, output_bytes: size of all tensors.
-        stored: number of linears by scheme or block type.
+        stored: number of linears of each scheme; for GGUF, number of all matrices of each block type.
         notes: remarks about the output for the user.
     """
 
@@ -67,17 +67,16 @@ def convert(
     """Write the codes of a checkpoint in another format.
 
     Args:
-        checkpoint: directory in any supported format; for "gguf", also of an unquantized model.
+        checkpoint: directory or GGUF file of a quantized model; for "gguf", also the directory of an unquantized model.
         to: name of the format to write.
         output: directory to create; for "gguf", a file.
         type_name: for "gguf" and an unquantized model, the type to round its matrices to, a key of
             `formats.gguf.MATRIX_BLOCKS`.
-        embedding: for "gguf", the type to round embedding and head to if they are unquantized; None = as the other
-            matrices.
-        overwrite: replace an existing checkpoint there.
+        embedding: for "gguf", the type to round embedding and head to if they are unquantized; None = see `write_gguf`.
+        overwrite: replace an existing output.
         progress: called before each layer with the number of finished layers, the number of layers, and its name.
     Raises:
-        SchemeError: the format cannot store the checkpoint exactly; says why, and which formats can.
+        SchemeError: the format cannot store the checkpoint exactly; the message says why, and which formats can.
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output exists already or cannot be written.
     """

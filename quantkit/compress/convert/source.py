@@ -28,9 +28,10 @@ class Source:
     Args:
         reader: reader of its files.
         format: format of its linears; the dense format for an unquantized model.
-        linears: scheme of each quantized linear by full module name.
-        modules: local tensor names by full module name, in the order of the layers.
-        dense: view of the values of a GGUF file, of which the codes of types with minimums are no exact source.
+        linears: scheme of each quantized linear, keyed by full module name.
+        modules: local tensor names, keyed by full module name, in the order of the layers.
+        dense: for a GGUF file, reader of its dequantized values, because other formats cannot store the codes of types
+            with minimums exactly.
     """
 
     reader: CheckpointReader
@@ -52,7 +53,7 @@ class Source:
         """Read and decode the weight of a quantized linear.
 
         Raises:
-            QuantkitError: the weight cannot be decoded; the message starts with the module's name.
+            QuantkitError: the weight cannot be decoded; the message starts with the path and the module's name.
         """
         tensors = {local: self.reader.tensor(f"{module}.{local}") for local in self.modules[module]}
         with located(f"{self.reader.path}: {module}"):

@@ -46,9 +46,9 @@ def target_for(source: Source, format_: Format) -> Target:
         source: a quantized checkpoint.
         format_: format to write.
     Raises:
-        SchemeError: the format cannot store the checkpoint exactly; names the module and formats that can.
+        SchemeError: the format cannot store the checkpoint exactly; the message names the module, and formats that can.
     """
-    # Of a GGUF file, values can be written even if it has no codes.
+    # The values of a GGUF file can be written even if no linear in it is quantized.
     if not source.linears and (source.dense is None or format_.keeps_codes):
         raise SchemeError(
             f"{source.reader.path} is not quantized, so it has no codes to convert; use `quantkit quantize`, "
@@ -108,7 +108,7 @@ def _check(source: Source, format_: Format) -> Target:
             reordered = refuse_reordered(source, module, format_) or reordered
             scale = f"{module}.{source.format.scale_name}"
             dtype = source.reader.info(scale).dtype if scale in source.reader else torch.uint8
-            # Read now only if the dtype does not decide: scales of another dtype may still convert exactly.
+            # Read the scales only if their dtype does not decide: scales of another dtype may still convert exactly.
             if dtype.is_floating_point and dtype not in format_.scale_dtypes:
                 _storable(source.reader.tensor(scale), format_)
     _check_fused(source, linears)
@@ -179,7 +179,7 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
 
 
 def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
-    """Check that linears which engines fuse have one scheme, and that a head tied to the embedding is unquantized."""
+    """Check that linears which engines fuse share one scheme, and that a head tied to the embedding is unquantized."""
     config = source.reader.config
     try:
         family = find(config)

@@ -34,7 +34,7 @@ from quantkit.models.linear_sets import LinearSet
 
 # Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
 _SHAPE = (2, 24)
-# Layers that are held at once to see that one after another they do what they do together.
+# Layers that are in memory together for the check that running them one by one equals running them inside the model.
 _TOGETHER = 2
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -127,7 +127,7 @@ def discover(reader: CheckpointReader) -> Discovery:
 
 
 def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
-    """Return the sets of a layer without linears that share their weights with other layers; these are ignored."""
+    """Return the sets of a layer without the linears that share weights with other layers; those stay unquantized."""
     kept: list[LinearSet] = []
     for group in sets:
         own = tuple(name for name in group.linears if not skeleton.is_shared(index, name))
@@ -143,17 +143,16 @@ def _survey_all(skeleton: Skeleton, gates: Gates, obstacle: str) -> tuple[tuple[
     they can).
 
     Layers run one by one. If they exchange more than hidden states, they run in the model's own order. If that fails
-    too,
-    only their modules are listed.
+    too, only their modules are listed.
     """
     signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
-    distinct = list(dict.fromkeys(signatures))  # in the order of their first layers, which numbers the kinds
+    distinct = list(dict.fromkeys(signatures))  # in order of their first layers; the position is the kind's number
     kinds = tuple(map(distinct.index, signatures))
     firsts = [signatures.index(signature) for signature in distinct]
     for run in () if obstacle else (_survey_each, _survey_in_order):
         try:
             return run(skeleton, firsts, gates), kinds, ""
-        except Exception as error:  # whatever a layer raises that does not run by itself
+        except Exception as error:  # a layer that does not run by itself may raise anything
             obstacle = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {first_line(error)}"
     return tuple(survey_modules(skeleton.blank_layer(index), gates) for index in firsts), kinds, obstacle
 
@@ -176,7 +175,7 @@ def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tup
         if index == 0 and skeleton.num_layers > 1:
             _check_alone(skeleton, block, hidden)
         surveys.append(_survey_layer(skeleton, index, block, hidden, gates))
-        if not all(map(_is_empty, shared)):  # a layer has left something for others in what all are given
+        if not all(map(_is_empty, shared)):  # the layer has put data for other layers into a shared argument
             raise ModelError("its layers pass on more than hidden states")
     return tuple(surveys)
 
@@ -204,7 +203,7 @@ def _survey_in_order(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) ->
 
 
 def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCall) -> None:
-    """Check that the layer after these is called as in a run of the whole model.
+    """Check that the layer after `blocks` gets the same arguments as in a run of the whole model.
 
     Raises:
         ModelError: the model calls the layer with other arguments.
@@ -212,7 +211,7 @@ def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCal
     hidden, arguments = skeleton.call_after([compute_with(block) for block in blocks], call.token_ids)
     stepwise = skeleton.arguments(len(blocks), call)
     if not _equal(call.hidden, hidden) or tensors_beside(arguments, stepwise, _alike):
-        raise ModelError("its layers pass on more than the layer before returns")
+        raise ModelError("a layer receives more than the layer before it returns")
 
 
 def _random_layer(skeleton: Skeleton, index: int, generator: torch.Generator) -> nn.Module:
@@ -239,7 +238,7 @@ def _survey_layer(skeleton: Skeleton, index: int, block: nn.Module, batch: Batch
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         return [item for item in outputs if isinstance(item, Tensor)]
 
-    plain = torch.empty(*batch.shape[:2], skeleton.hidden_size, device="meta")  # of one stream
+    plain = torch.empty(*batch.shape[:2], skeleton.hidden_size, device="meta")  # shape of one residual stream
     surveyed = survey(block, run, plain, head_dim=skeleton.head_dim(index), gates=gates)
     linears = [name for group in surveyed.sets for name in group.linears]
     return replace(surveyed, touches_weights=_touches_weights(block, run, linears))
@@ -253,7 +252,7 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
         run: calls the layer.
         linears: linears that may be quantized.
     """
-    # A linear of a kind of its own, a grouped one say, computes something else: it is called as it is.
+    # A linear with a `forward` of its own, such as a grouped linear, computes something else, so it stays unchanged.
     modules = [block.get_submodule(name) for name in linears]
     modules = [module for module in modules if type(module).forward is nn.Linear.forward]
     weights = [module.get_parameter("weight") for module in modules]
@@ -263,7 +262,7 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
         module.__dict__["forward"] = functools.partial(nn.functional.linear, weight=weight, bias=bias)
     try:
         run()
-    except Exception as error:  # the layer ran before: what fails otherwise says nothing about weights
+    except Exception as error:  # the layer ran before, so any other error says nothing about weights
         return isinstance(error, AttributeError) and "has no attribute 'weight'" in str(error)
     finally:
         for module, weight in zip(modules, weights, strict=True):
@@ -273,19 +272,18 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
 
 
 def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
-    """Check that the second layer receives nothing from the first except its output; otherwise layers cannot run one by
-    one.
+    """Check that the second layer receives only the output of the first; otherwise layers cannot run one by one.
 
     Raises:
         ModelError: the second layer receives more than this output.
     """
-    embeddings = hidden.flatten(2)[..., : skeleton.embedding_width]  # of one stream
-    expected = copy.deepcopy(skeleton.arguments(1, hidden))  # what is shared between layers may be changed by one
+    embeddings = hidden.flatten(2)[..., : skeleton.embedding_width]  # one residual stream
+    expected = copy.deepcopy(skeleton.arguments(1, hidden))  # a layer may change shared arguments
     first, second = skeleton.record(embeddings, {0: compute_with(block)})
     assert first.hidden is not None and second.hidden is not None
     output = hidden_states(block(first.hidden.clone(), **skeleton.arguments(0, hidden)))
     if not (_equal(second.hidden, output) and _equal(second.arguments, expected)):
-        raise ModelError("its layers pass on more than hidden states, or other values")
+        raise ModelError("its layers pass on more than hidden states, or the model changes what they pass on")
 
 
 def _is_empty(value: Any) -> bool:
@@ -340,7 +338,7 @@ def _has_all(reader: ModelReader, layout: Family, layers: nn.Module) -> bool:
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:
     """Return the prefix of the backbone's tensors in the files: `own`, unless another prefix matches more of them.
 
-    transformers has moved language models inside their wrappers more than once; files keep the names of their time.
+    transformers has renamed language models inside their multimodal wrappers more than once; files keep the old names.
     """
     expected = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
     votes: Counter[str] = Counter()
@@ -353,7 +351,7 @@ def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Mo
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:
-    """Return the name of the head in the files if it differs; None also if the head is tied to the embedding."""
+    """Return the head's name in the files; None if it equals the model's, or if the head is tied to the embedding."""
     if f"{head}.weight" in reader:
         return None
     leaf = head.rpartition(".")[2]

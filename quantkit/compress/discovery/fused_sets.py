@@ -25,7 +25,8 @@ class Gates:
 
     Args:
         most: a linear with at most this many outputs is a gate; the model's number of attention heads.
-        experts: numbers of experts. A linear with exactly so many outputs that go through a sigmoid is a router.
+        experts: numbers of experts in the config. A linear is a router if its number of outputs is one of these and its
+            outputs go through a sigmoid.
     """
 
     most: int
@@ -39,7 +40,7 @@ class Draft:
     Args:
         linears: relative names in execution order.
         rows: the input that they read, (T, K).
-        order: position of the first call.
+        order: position of the first linear's first call among the calls of all modules.
         beside: other modules with a weight (N, K) that read the same input.
     """
 
@@ -102,7 +103,7 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
         return f"a gate: {outputs} outputs"
     weighs = [*seen.choices, *(seen.squashed if outputs in gates.experts else ())]
     if any(same(given, None if calls.output is None else calls.output.float()) for given in weighs):
-        return "a router: its outputs are chosen from"
+        return "a router: its outputs go into a softmax, top-k or sigmoid"
     return None
 
 
@@ -134,7 +135,8 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
         if like is None:
             continue
         del alone[name]
-        # All experts are one set, also where a single one saw every token, and so reads what others read.
+        # All experts form one set. If only one expert was called, it saw every token, so it is in a set with linears
+        # outside the experts.
         if sum(template(other) == template(name) for other in like.linears) > 1 or any(
             template(n) == n for n in like.linears
         ):

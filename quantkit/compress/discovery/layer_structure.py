@@ -14,7 +14,7 @@ from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, FoldTrial, source_candidates
 from quantkit.models.linear_sets import LinearSet, common_owner
 
-# What engines fuse, by the usual names.
+# Usual names of linears that engines fuse; linears with equal values are fused.
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "up"),
@@ -47,8 +47,8 @@ def survey(
 
     Args:
         block: the layer with float32 weights; modified meanwhile and restored.
-        run: calls the layer once on `hidden` and returns every tensor that it passes on.
-        hidden: (B, T, D), random.
+        run: calls the layer once and returns every tensor that it passes on.
+        hidden: tensor with the shape (B, T, D) of the hidden states; its values are not used.
         head_dim: width of an attention head.
         gates: rule that recognizes gates and routers by their number of outputs.
     Raises:
@@ -90,7 +90,7 @@ def survey_modules(block: nn.Module, gates: Gates) -> Survey:
 
 
 def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:
-    """Group the sets of the same linears of all experts; every other set forms its own group."""
+    """Group the sets that consist of the same linears in different experts; every other set forms its own group."""
     alike: dict[tuple[str, ...], list[Draft]] = {}
     for draft in drafts:
         alike.setdefault(draft.key, []).append(draft)
@@ -98,13 +98,13 @@ def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:
 
 
 def _plain(block: nn.Module, seen: Recording, draft: Draft, first: Draft, hidden: Tensor) -> LinearSet:
-    """Return a set without a source; `first` is the same set of an expert that was called."""
+    """Return a set without a source; `first` is the same set in an expert that was called."""
     parent = _same_expert(_parent(seen, first.linears, hidden), first.linears[0], draft.linears[0])
     return LinearSet(linears=tuple(draft.linears), source=None, parent=parent, beside=tuple(draft.beside))
 
 
 def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list[LinearSet]:
-    """Return the sets, each with its source; empty if they would have to share a source, which only one set can use."""
+    """Return the sets, each with its source; empty if two sets would need one source, which only one set can use."""
     first = plain[0].linears[0]
     sources = [_same_expert(source, first, group.linears[0]) for group in plain]
     if len(set(sources)) < len(sources):
@@ -128,7 +128,9 @@ def _choose(trial: FoldTrial, options: Sequence[list[LinearSet]]) -> tuple[list[
 
 
 def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
-    """Smallest module that contains the linears and returns hidden states; the linear itself or the layer if none."""
+    """Return the smallest module that contains the linears and returns hidden states. If there is none, return the
+    linear, if there is only one, or the layer.
+    """
     owner = common_owner(linears)
     own = seen.modules[linears[0]].output
     alone = len(linears) == 1
@@ -149,7 +151,7 @@ def _is_hidden(output: Tensor | None, hidden: Tensor) -> bool:
 
 
 def _same_expert(name: str, first: str, other: str) -> str:
-    """Convert a name inside the expert of `first` to the same name inside the expert of `other`; return other names
-    unchanged.
+    """If `name` lies in the expert that the linear `first` belongs to, return the same name in the expert of the linear
+    `other`; otherwise return `name` unchanged.
     """
     return expert(other) + name.removeprefix(expert(first)) if name.startswith(expert(first)) else name

@@ -20,7 +20,7 @@ from quantkit.huggingface.layer_call import tensors_beside
 from quantkit.huggingface.layer_inputs import Recorder, pass_through
 from quantkit.models.family import Family
 
-# Token ids of the trial run, one per row of a table of as many embeddings.
+# Token ids of the trial run: each occurs once, and `_fill_table` makes one embedding for each.
 _IDS = torch.arange(12).view(2, 6)
 
 
@@ -54,12 +54,12 @@ def find_model_layout(model: Any) -> tuple[Family, str]:
         try:
             _blank(model.get_submodule(family.backbone), (layers, embedding), family.backbone)
             called, hands_on = _try(model, family.backbone, layers, table)
-        except Exception as error:  # whatever a model raises that is not called as it expects
+        except Exception as error:  # a model that is called in an unexpected way may raise anything
             reasons.append(f"{layers}: {first_line(error)}")
             continue
         return replace(family, final_norm=_final_norm(model, layers, called), hands_on=hands_on), ""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for layers in options:  # by their number alone
+    for layers in options:  # otherwise the first list of the right length
         if len(model.get_submodule(layers)._modules) == count:
             family = Family(backbone=_backbone(model, layers), layers=layers, embedding=embedding, head=head)
             return replace(family, final_norm=_final_norm(model, layers, set()), native=False), "; ".join(reasons)
@@ -80,8 +80,8 @@ def module_ancestors(name: str) -> Iterator[str]:
 
 
 def _candidates(model: nn.Module, embedding: str) -> list[str]:
-    """Return lists of modules with linears: lists next to the embedding first, then the least nested, then
-    the longest.
+    """Return the lists of modules with linears that are nearest to the embedding: the least nested first, of equally
+    nested ones the longest.
     """
     lengths: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -106,7 +106,7 @@ def _backbone(model: nn.Module, layers: str) -> str:
 
 
 def _fill_table(table: nn.Module) -> None:
-    """Replace an embedding table by a few random rows."""
+    """Replace an embedding table with a few random rows."""
     width = table.get_parameter("weight").shape[1]
     rows = torch.randn(_IDS.numel(), width, generator=torch.Generator().manual_seed(0))
     table.__dict__["padding_idx"] = None
@@ -114,7 +114,7 @@ def _fill_table(table: nn.Module) -> None:
 
 
 def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
-    """Replace parameters without values by zeros that take no memory; modules before the layers may use them."""
+    """Replace meta parameters with zeros that take no memory, because modules before the layers may read them."""
     known = tuple(f"{other.removeprefix(f'{name}.')}." for other in but)
     for key, parameter in list(backbone.named_parameters()):
         if parameter.is_meta and not key.startswith(known):
@@ -133,14 +133,14 @@ def _try(model: nn.Module, backbone: str, layers: str, table: nn.Module) -> tupl
             hidden = table(_IDS)
         try:
             by_states = pass_through(model, backbone, layers, inputs_embeds=hidden)
-        except Exception:  # whatever a model raises that cannot do without the ids
+        except Exception:  # a model that needs the ids may raise anything
             return called, True
     alike = (_sees_same(ours, theirs) for ours, theirs in zip(by_ids, by_states, strict=True))
     return called, not all(alike)
 
 
 def _sees_same(left: Recorder, right: Recorder) -> bool:
-    """Whether a layer is called with equal hidden states and other tensors in two runs."""
+    """Whether two runs call a layer with the same tensors: the same hidden states and the same other arguments."""
     same = left.hidden is not None and right.hidden is not None and _close(left.hidden, right.hidden)
     return same and not tensors_beside(left.arguments, right.arguments, _close)
 
@@ -150,7 +150,7 @@ def _close(left: Tensor, right: Tensor) -> bool:
 
 
 def _final_norm(model: nn.Module, layers: str, called: set[nn.Module]) -> str:
-    """Return the last module next to the layers that has a weight per channel and was not called before them."""
+    """Return the last module next to the layers that has a weight per channel and was not called before their end."""
     owner = layers.rpartition(".")[0]
     children = [(name, module) for name, module in model.get_submodule(owner).named_children() if module not in called]
     weights = {name: module._parameters.get("weight") for name, module in children}

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.compress.calibration.expert_inputs import hook_modules, removed_after
 
-# What turns the outputs of a linear into weights of something else: a router's choice, not features.
-_CHOICES = ("aten::topk", "aten::softmax", "aten::_softmax")  # which softmax is seen depends on gradients
+# Operations that turn a linear's outputs into weights for other tensors, as in a router.
+_CHOICES = ("aten::topk", "aten::softmax", "aten::_softmax")  # either softmax may run
 _SQUASHED = ("aten::sigmoid",)
 
 
@@ -25,8 +25,8 @@ class Seen:
 
     Args:
         order: position of its first call among the calls of all modules.
-        rows: inputs of all its calls together, (T, K); None = an input was not a tensor.
-        output: output of its last call in its own shape; None = it was not a tensor.
+        rows: inputs of all its calls together, (T, K); None = it got no floating-point tensor.
+        output: output of its last call in its own shape; None = it was no floating-point tensor.
     """
 
     order: int
@@ -39,7 +39,7 @@ class Recording:
     """Records of all modules in one run.
 
     Args:
-        modules: records by relative name, in the order of the first calls; modules that were not called are missing.
+        modules: records of the called modules, keyed by relative name, in the order of the first calls.
         choices: inputs of softmax and top-k, each (T, N).
         squashed: inputs of sigmoids, each (T, N).
     """

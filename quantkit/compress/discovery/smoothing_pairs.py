@@ -1,9 +1,9 @@
 """Find modules that can absorb a set's smoothing scale, by trial: fold a scale in and test that the layer's output is
 unchanged.
 
-Scales are random powers of two. Multiplying by them is exact, so a correct fold changes no bit of the output, and a
-wrong fold changes some. Every fold is tried with the layer's own weights and with larger ones, on which any clamp in
-between would act.
+Scales are random powers of two. Multiplying by them is exact, so a correct fold leaves the output unchanged up to the
+order of sums, and a wrong fold changes it. Every fold is tried with the layer's own weights and with larger ones, so
+that a clamp between the source and the set would act.
 """
 
 import zlib
@@ -20,7 +20,7 @@ from quantkit.compress.discovery.recorder import Recording
 from quantkit.errors import ModelError
 from quantkit.models.linear_sets import LinearSet
 
-# Relative change of the output up to which it counts as the same: a right fold changes nothing but the order of sums.
+# Largest relative change of an output that counts as unchanged: a correct fold changes only the order of sums.
 TOLERANCE = 1e-6
 _GAINS = (1.0, 64.0)
 _MOST_CANDIDATES = 6
@@ -46,7 +46,7 @@ class FoldTrial:
         """Return the largest relative change of the layer's output when a scale is folded into each of these sets.
 
         Raises:
-            ModelError: the layer's output is not finite, whatever its weights.
+            ModelError: the layer's output is not finite, neither with its own weights nor with larger ones.
         """
         self._expect()
         values = dict(_fold(self.block, groups, self.head_dim))
@@ -94,12 +94,12 @@ def source_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim:
         if weight.dim() == 1 and outputs == width:
             if same(what.output, draft.rows):
                 producers.append((name, False))
-            # A linear in between would mix the channels that this one scales.
+            # A linear in between would mix the channels that this module scales.
             elif not any(what.order < order < draft.order for order in linears):
                 others.append((name, False))  # something without weights stands between
         elif weight.dim() == 2 and isinstance(block.get_submodule(name), nn.Linear):
             if outputs == width:
-                # Whether heads are shared is not seen where there are as many of each: the scale is one per channel.
+                # With as many value heads as query heads, each channel has its own scale, so sharing does not matter.
                 others.append((name, False))
             elif width % outputs == 0 and outputs % head_dim == 0:
                 others.append((name, True))
@@ -110,7 +110,7 @@ def _fold(block: nn.Module, groups: Sequence[LinearSet], head_dim: int) -> Itera
     for group in groups:
         width = block.get_parameter(f"{group.linears[0]}.weight").shape[1]
         outputs = block.get_parameter(f"{group.source}.weight").shape[0]
-        # Scales of its own for each pair, the same in every process.
+        # Each pair has its own scales, which are the same in every process.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{group.source} {group.linears[0]}".encode()))
         exponents = torch.randint(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 1, (outputs,), generator=generator)
         scales = torch.exp2(exponents.float())
@@ -130,7 +130,7 @@ def _distance(output: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def _changed(block: nn.Module, values: dict[str, Tensor], gain: float) -> Iterator[None]:
-    """While open, set these parameters to these values and multiply the weights of all linears by `gain`.
+    """While open, set the parameters named in `values`, and multiply the weights of all linears by `gain`.
 
     Nothing is copied. A gain that is a power of two is undone exactly.
     """

@@ -32,7 +32,7 @@ def find_experts(
         names: names of the checkpoint's tensors.
         prefix: prefix of the layers' tensors in these names, up to a layer's number.
         layers: the list of layers, on the meta device.
-        loaded: returns the names under which loaders store the parts of one expert that become a tensor of the model.
+        loaded: given the name of a stacked tensor, returns the names that loaders expect for one expert's parts of it.
     Raises:
         ModelError: the experts cannot be split.
     """
@@ -94,11 +94,11 @@ def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
     states = torch.randn(_TOKENS, hidden, generator=generator)
     count = fused.get_parameter("down_proj").shape[0]
     weights, chosen = torch.rand(_TOKENS, count, generator=generator).topk(min(2, count), dim=-1)
-    for given in ((states, chosen, weights), (states.repeat(count, 1),)):  # routed inside, or before
+    for given in ((states, chosen, weights), (states.repeat(count, 1),)):  # the module routes, or gets routed tokens
         with torch.inference_mode():
             try:
                 expected: Tensor = fused(*given)
-            except (TypeError, RuntimeError, IndexError):  # it is called otherwise
+            except (TypeError, RuntimeError, IndexError):  # the module takes other arguments
                 continue
             return torch.allclose(apart(*given), expected, rtol=1e-4, atol=1e-5)
     return False

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint must pass before it gets its final name. A breach is a defect of quantkit, not the input."""
+"""Checks that a checkpoint must pass before it gets its final name. A breach is a defect of quantkit."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LayerRecord, LinearRecord
 
-_BESIDE = (".bias", "_shape")  # of a linear's tensors: no part of its quantized weight
+_BESIDE = (".bias", "_shape")  # endings of a linear's tensors that are not part of its quantized weight
 
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
@@ -26,7 +26,7 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
     dtype = weight.scheme.dtype
     for rows in row_blocks(*weight.codes.shape):
         low, high = weight.codes[rows].float().aminmax()
-        if not dtype.minimum <= low <= high <= dtype.maximum:  # NaN is not
+        if not dtype.minimum <= low <= high <= dtype.maximum:  # also true for NaN
             raise AuditError(f"{prefix}: a code is outside {dtype.name}")
 
 
@@ -38,7 +38,7 @@ def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_b
     (rows, width), groups, bits = weight.shape, weight.scale.shape[1], weight.scheme.dtype.bits
     planned = weight.stored_bytes + (0 if weight.input_scale is None else weight.input_scale.nbytes)
     if scheme.activation is not None and scheme.activation.dtype.kind == "int":
-        planned += rows * width * (8 - bits) // 8  # beside integer inputs codes lie a byte each, ready for the product
+        planned += rows * width * (8 - bits) // 8  # with integer activations, each code is stored in a byte
     padding = 4 * (rows + groups + width) + (bits * groups * rows // 8 if weight.zero_point is None else 0)
     if not planned <= num_bytes <= planned + padding:
         raise AuditError(f"{prefix} takes {num_bytes} bytes, planned {planned} and {padding} of padding")
@@ -84,7 +84,8 @@ def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
     head, embedding = f"{plan.family.head}.weight", f"{plan.family.embedding}.weight"
     for name in (head, embedding):
         if (name in plan.reader) != (name in reader):
-            raise AuditError(f"{name} was {'lost' if name in plan.reader else 'added'}; tied weights would break")
+            has, lacks = ("source", "checkpoint") if name in plan.reader else ("checkpoint", "source")
+            raise AuditError(f"the {lacks} lacks {name}, which the {has} has; tied weights would break")
     for name in plan.rest:
         if any(a != b for a, b in zip(plan.reader.chunks(name), reader.chunks(name), strict=True)):
             raise AuditError(f"{name} differs from the source")

@@ -35,10 +35,10 @@ from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CacheRecord, LayerRecord
 
-# What a worker holds beside the rest, in bytes of its tensor: the tensor, then codes as made and as read back, and the
-# tensors that they are stored as.
+# Memory that a worker adds, as a multiple of its weight's bytes: the weight, then its codes (new and read back) and the
+# tensors that store them.
 _COPIES = 1.5
-# All workers together, beyond two of the largest tensors.
+# Memory of all workers together, in addition to two of the largest weights.
 _CAPACITY_BYTES = 640 << 20
 
 
@@ -61,7 +61,7 @@ def round_layers(run: CompressionRun, threads: int) -> None:
     """
     todo = range(len(run.state.records), run.plan.skeleton.num_layers)
     finished = _round_own(run, todo[rank() :: world()], threads)
-    # In turns of all processes, each with a layer of its own, as long as there are layers.
+    # In each turn, every process delivers one layer of its own, until no layers are left.
     with closing(finished):
         for _ in range(0, len(todo), world()):
             for layer in gather(next(finished, None)):
@@ -74,7 +74,7 @@ def round_layers(run: CompressionRun, threads: int) -> None:
 def _round_own(
     run: CompressionRun, todo: Sequence[int], threads: int
 ) -> Generator[tuple[LayerRecord, str, str, list[str]]]:
-    """Yield layers in order, each with its file, the file's SHA-256 and the names of its tensors."""
+    """Yield the record of each layer of this process, in order, with its file, the file's SHA-256 and tensor names."""
     started, pending = time.perf_counter(), deque[_Rounding]()
     importance = read_importance(run.plan)
     with ThreadPoolExecutor(_num_workers(run.plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
@@ -87,14 +87,14 @@ def _round_own(
                     started = time.perf_counter()
                     yield layer
         except BaseException:
-            # What has begun ends before the error goes on; what has not must not begin.
+            # Cancel the tasks that have not begun, and wait for the others, before the error propagates.
             workers.shutdown(cancel_futures=True)
             writer.shutdown(cancel_futures=True)
             raise
 
 
 def _num_workers(plan: Plan, threads: int) -> int:
-    """Number of workers: one per thread, if so many of the largest linears fit into memory."""
+    """Return the number of workers: one per thread, or fewer if the memory does not suffice for the largest linears."""
     shapes = [shape for i in range(plan.skeleton.num_layers) for shape in plan.skeleton.linear_shapes(i).values()]
     largest = max((rows * width for rows, width in shapes), default=1) * plan.source_dtype.itemsize
     return max(1, min(threads, int((_CAPACITY_BYTES + 2 * largest) / (_COPIES * largest))))
@@ -147,11 +147,11 @@ def round_linears(
     Args:
         plan: plan of the run.
         owner: full name of the module that contains the linears.
-        group: the linears, which share scales that exist once per tensor.
+        group: the linears; those with the same scheme share its tensor-wide scale, if it has one.
         schemes: schemes of these and other linears.
         shard: receives the codes.
         keep: whether to follow rules that keep the codes of the source.
-        importance: weights of the squared errors of inputs (K,), by full name of a linear.
+        importance: weights (K,) of the squared errors of a linear's inputs, keyed by the linear's full name.
     Returns:
         Records of the linears, and notes for the user.
     """
@@ -163,7 +163,7 @@ def round_linears(
         sets=(group,),
         schemes={name: schemes[name] for name in group.linears},
         scale_dtype={name: plan.scale_dtype(f"{owner}.{name}") for name in group.linears},
-        head_dim=plan.skeleton.head_dim(0),  # of no meaning where no step looks at heads
+        head_dim=plan.skeleton.head_dim(0),  # has no effect here, because no step runs
     )
     if keep:
         keep_codes(plan.recipe, plan.reader, layer)
@@ -173,7 +173,7 @@ def round_linears(
             given = given.to(plan.skeleton.device)
             layer.chosen.ranges[name] = search_parameters(layer.weight(name), layer.grid(name), importance=given)
     layer.finish()
-    layer.stream.block = nn.Module()  # the weights, which nothing needs any more
+    layer.stream.block = nn.Module()  # frees the weights, which nothing needs any more
     del weights
     add_linears(plan, layer, shard)
     return layer.chosen
@@ -214,7 +214,7 @@ def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[Laye
     rounded = time.perf_counter()
     listener.phase("write")
     file = layer.file.result()
-    release_freed_memory()  # of each worker, which glibc keeps apart
+    release_freed_memory()  # glibc keeps the freed memory of each worker apart
     ended = time.perf_counter()
     record = LayerRecord(
         index=layer.number,

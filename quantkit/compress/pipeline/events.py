@@ -1,4 +1,4 @@
-"""Events of a running compression. Torch-free; a listener decides what to show, and cannot change the run."""
+"""Events of a running compression. A listener decides what to show, but cannot change the run. Torch-free."""
 
 from typing import Any
 

@@ -31,7 +31,7 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
 
     Args:
         run: a run whose layers are all done; the last shard is added to its state.
-        started: start of the run, by `time.perf_counter`.
+        started: time at which the run started, from `time.perf_counter`.
     Raises:
         AuditError: the checkpoint differs from the plan.
         CheckpointError: the source has changed.
@@ -44,7 +44,7 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
     plan.reader.check_unchanged()
     warnings = (*run.warnings, *_check_loads(plan, folder))
     phases: dict[str, float] = {}
-    # What resumed layers took belongs to the run before.
+    # The time of layers that an earlier run finished does not count.
     for name, taken in (item for record in state.records[run.resumed :] for item in record.seconds.items()):
         phases[name] = phases.get(name, 0.0) + taken
     phases["prepare"] = finishing - started - sum(phases.values())
@@ -75,9 +75,10 @@ def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearR
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
     """Return warnings about loading the checkpoint that the user has not seen yet; see `check_loads`."""
-    if plan.format.suffix:  # nobody loads the folder, but the file that is made of it
+    if plan.format.suffix:  # users load the file that is made from the folder, not the folder
         return []
-    # What decodes all of a model has no rule for experts alone; otherwise the plan has said that these do not load.
+    # Do not check the experts if the plan has already warned that they do not load. With `decode_at_load`, loaders
+    # decode all weights, so no rule applies to experts alone.
     said = not plan.family.decode_at_load and bool(plan.format.check_model(plan.family, plan.layers))
     note = check_loads(folder, plan.reader, plan.format, plan.linears, experts=not said)
     return [note] if note and note not in plan.warnings else []
@@ -87,7 +88,7 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     """Return schemes and ignored modules under module names and, if these differ, under the names in the files.
 
     transformers and loaders that copy its modules use module names. Other loaders use the names in the files, which are
-    those from the time when the model was published.
+    as old as the files.
 
     Returns:
         Scheme of each quantized linear, and the names of the unquantized linears.
@@ -96,7 +97,7 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
     others = [*plan.ignored, *(reader.stored_name(f"{name}.")[:-1] for name in plan.ignored)]
     for name in reader.names:
-        if not plan.skeleton.has_parameter(name):  # of a part that the model lacks or calls otherwise: MTP, towers
+        if not plan.skeleton.has_parameter(name):  # in a part that the model lacks or names differently: MTP, towers
             others += unquantized_modules(name, reader.info(name).shape)
     return schemes, tuple(dict.fromkeys(name for name in others if name not in schemes))
 
@@ -138,7 +139,7 @@ def _describe(
 
 
 def _unquantized(plan: Plan) -> dict[str, int]:
-    """Return the number of elements of the layers' unquantized matrices, by name without numbers; the largest first."""
+    """Return the number of elements of the layers' unquantized matrices, by name without numbers; largest first."""
     counts: Counter[str] = Counter()
     prefix = f"{plan.family.layers}."
     for name in plan.reader.names:
@@ -154,7 +155,7 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
     every run.
     """
     write_json(folder / "quantkit-run.json", result.to_dict())
-    steady = result.to_dict()  # the same for every run of one identity: neither names of folders nor times
+    steady = result.to_dict()  # equal in all runs with one identity: without folder names and times
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
         del steady[key]
     for layer in steady["layers"]:

@@ -36,12 +36,12 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
         "compute": {
             "device": plan.skeleton.device.type,
             "dtype": dtype_name(plan.skeleton.dtype),
-            # Sums are divided among threads, so their number decides the last bits; without data each linear has one.
+            # Threads divide the sums, so their number affects the last bits. Without data, a linear has one thread.
             "threads": threads_within_quota() if samples else 1,
-            # The instruction set or the GPU decides which kernels run, and these in which order they add.
+            # The instruction set or the GPU decides which kernels run, and the kernels decide the order of sums.
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
             if plan.skeleton.device.type == "cuda"
-            # Why there is no C is left out: the reason may name a folder of this process.
+            # The reason why C is off is left out, because it may name a folder of this process.
             else f"{torch.backends.cpu.get_cpu_capability()}; C: {native.status() if native.library() else 'off'}",
             "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
         },
@@ -89,7 +89,7 @@ def write_state(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a file of `write_state`.
+    """Read a file that `write_state` wrote.
 
     Raises:
         ResumeError: the file cannot be read, or its digest does not match.

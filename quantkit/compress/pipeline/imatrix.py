@@ -86,7 +86,7 @@ def collect_imatrix(
 
 
 def read_importance(plan: Plan) -> dict[str, Tensor]:
-    """Return the mean square of each input (K,) of the linears to quantize, by full name, from the recipe's imatrix.
+    """Return the mean square of each input (K,) of each linear to quantize, keyed by full name; see `Recipe.imatrix`.
 
     Raises:
         CheckpointError: the file lacks a linear, or has another number of inputs for it.
@@ -101,14 +101,15 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
         mean, width = matrix.means.get(names[name]), plan.reader.info(f"{name}.weight").shape[1]
         if mean is None:
             raise CheckpointError(
-                f"{path} has no statistics of {names[name]}; make it from this model, or ignore {name}"
+                f"{path} has no statistics of {names[name]}; make the importance matrix from this model, or "
+                f"add {name} to the recipe's ignore"
             )
         if tuple(mean.shape) != (1, width):
             raise CheckpointError(
-                f"{path}: {names[name]} has statistics of {tuple(mean.shape)} inputs, the model {width}; make it from "
-                "this model"
+                f"{path}: {names[name]} has statistics of {tuple(mean.shape)} inputs, but {width} inputs in the model; "
+                "make the importance matrix from this model"
             )
-        # An input that was never seen still has weights, which must not become anything.
+        # Even the weights of an input that was always 0 need sensible codes, so no importance is 0.
         importance[name] = mean[0].clamp(min=float(mean.mean()) * 1e-6)
     return importance
 
@@ -121,16 +122,16 @@ def _recipe(data: str, samples: int, sequence_length: int, seed: int) -> Recipe:
 
 
 def _gguf_names(plan: Plan) -> dict[str, str]:
-    """Return the name in GGUF files of every linear in the layers, by full name."""
+    """Return the name in GGUF files of every linear in the layers, keyed by full name."""
     if plan.family.gguf is None or plan.discovery is not None:
-        raise ModelError(f"{plan.model}: quantkit knows no names of this model's tensors in GGUF files")
+        raise ModelError(f"{plan.model}: quantkit does not know what GGUF files call this model's tensors")
     own = layer_names(describe(plan.reader.config, plan.family, plan.model))
     names = {}
     for index in range(plan.skeleton.num_layers):
         for name in plan.skeleton.linear_shapes(index):
             if name not in own:
                 raise ModelError(
-                    f"{plan.model}: {name} has no name of its own in GGUF files, such as experts in one tensor"
+                    f"{plan.model}: GGUF files have no tensor for {name} alone; they store all experts in one tensor"
                 )
             names[f"{plan.skeleton.layer_name(index)}.{name}"] = f"blk.{index}.{own[name]}.weight"
     return names

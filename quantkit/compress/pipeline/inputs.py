@@ -99,7 +99,7 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
 
 
 def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
-    """Yield the `LayerCall` of each sample with images; the towers are in memory only meanwhile."""
+    """Yield the `LayerCall` of each sample with images; the towers are in memory only while this runs."""
     source = open_dense(plan.reader.path)
     family, skeleton = with_tower_names(plan.family, source), plan.skeleton
     used = {token for ids in images.token_ids for token in ids}
@@ -152,7 +152,7 @@ def open_stores(run: CompressionRun, samples: Samples, mode: Mode) -> list[Activ
             ActivationStore.restore(folder / name, kind, layer, list(state.activations[n * size : (n + 1) * size]))
             for n, (name, kind) in enumerate(modes.items())
         ]
-    # Left by a run that was killed, of which nothing is taken over.
+    # Delete states that an earlier run left; this run computes them again.
     if is_writer():
         for name in modes:
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -201,7 +201,7 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
     """
     layer.check_runs(first)
     forwards: list[Callable[[int, Batch], Batch]] = [layer.advance]
-    if layer.data.original is not None:  # else those of the original are there already, or nobody asks for them
+    if layer.data.original is not None:  # else they are computed already, or no step needs them
         forwards.append(layer.data.original.advance)
     for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)

@@ -27,9 +27,9 @@ def check_kept(
         format_: output format.
         linears: scheme of each quantized linear by full name.
     Returns:
-        A sentence for each scheme that is kept.
+        A sentence for each scheme of kept codes.
     Raises:
-        RecipeError, SchemeError: codes cannot be kept; says why.
+        RecipeError, SchemeError: codes cannot be kept; the message says why.
     """
     kept: dict[LinearScheme, list[str]] = {}
     for name, scheme in linears.items():
@@ -38,7 +38,7 @@ def check_kept(
     for step, made in recipe.steps.items() if kept else ():
         if made.replaces_model:
             raise RecipeError(
-                f"the step {step} changes all weights, so no codes can be kept; leave out the step, or keep: source"
+                f"the step {step} changes all weights, so no codes can be kept; remove the step, or remove keep: source"
             )
     for scheme, names in kept.items():
         with located(f"the codes of {names[0]} cannot be kept"):
@@ -48,14 +48,14 @@ def check_kept(
     changed = {scheme for scheme, names in kept.items() if reader.stored_scheme(f"{names[0]}.weight") != scheme}
     return tuple(
         f"{len(names)} linears keep the codes of the source ({scheme.describe()}"
-        + (", if their scales have an exact form)" if scheme in changed else ")")
+        + ("; if their scales have no exact form, they are rounded)" if scheme in changed else ")")
         for scheme, names in kept.items()
     )
 
 
 def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None:
-    """Give a layer the source's codes for the linears that keep them. If codes have no exact form, they are not kept,
-    and a note is added.
+    """Give a layer the source's codes for the linears that keep them. If codes have no exact form in a linear's scheme,
+    they are not kept, and a note says so.
     """
     names = [name for name in layer.schemes if recipe.scheme.keeps(f"{layer.name}.{name}")]
     others: dict[str, QuantizedTensor] = {}

@@ -21,8 +21,8 @@ from quantkit.models.family import Family
 from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.results import CacheRecord, LayerRecord
 
-_KINDS = ("layer_types", "layers_block_type")  # of each layer, in config.json
-_ATTENDS = ("attention", "hybrid")  # in the name of a kind that caches keys and values
+_KINDS = ("layer_types", "layers_block_type")  # keys of config.json that give the kind of each layer
+_ATTENDS = ("attention", "hybrid")  # words in the names of kinds that cache keys and values
 
 
 def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
 def with_cache(
     recipe: Recipe, config: Mapping[str, Any], described: dict[str, Any], records: Sequence[LayerRecord]
 ) -> dict[str, Any]:
-    """Return the config.json to write: the format's entries, and the KV cache, which replaces one in the source.
+    """Return the config.json to write: the format's entries, and the entry for the KV cache instead of the source's.
 
     Args:
         recipe: the recipe.

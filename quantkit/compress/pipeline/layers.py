@@ -64,7 +64,7 @@ def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mod
             with writing(run.work.path):
                 _run_layer(run, index, stores, held_out, shared)
             release_freed_memory()
-            barrier()  # what is forgotten lies where the next layer keeps things too
+            barrier()  # the next layer writes to a folder that is deleted here
         if original and index + 1 < plan.skeleton.num_layers:
             with _phase(first.listener, {}, "original"):
                 layer = layer_context(plan, index, stores)
@@ -72,7 +72,7 @@ def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mod
                     store.advance(layer.advance)
                     if is_writer():
                         store.forget_previous()
-            barrier()  # before a layer that asks for more of the original opens streams there
+            barrier()  # the old files must be deleted before the next layer writes new ones
 
 
 def _run_layer(
@@ -96,12 +96,12 @@ def _run_layer(
     phase = partial(_phase, listener, seconds)
     with phase("load"):
         layer = layer_context(plan, index, stores, shared)
-        if layer.data.targets is not None:  # as long as the layer is the original's
+        if layer.data.targets is not None:  # while the layer has the original weights
             layer.data.targets.advance(layer.advance)
         held_out.aim(layer, is_last=is_last)
         keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
-        # One sequence is enough to measure the layer's noise on, before any step spends time on one that is broken.
+        # One sequence is enough to measure the layer's noise, and finds a broken layer before any step begins.
         reference = _first_output(layer, name)
     cache = _choose(plan, layer, phase)
     with phase("errors"):
@@ -125,7 +125,7 @@ def _run_layer(
         )
         state.add_layer(record, *written, states, [digest for store in tested for digest in store.digests])
         state.save(work.path)
-        # Only now: a run that is killed before progress is recorded needs the states before this layer.
+        # Delete only now: a run that is killed before progress is recorded needs the states before this layer.
         for store in (*moved, *tested):
             store.forget_previous()
         listener.layer_finished(record)
@@ -190,7 +190,7 @@ def layer_context(
 
 
 def _owners(plan: Plan, index: int) -> dict[str, int]:
-    """Assign each set of a layer to a process by its cost, unless a step needs one process for all."""
+    """Assign each set of a layer to a process so that costs are balanced; empty if a step needs one process for all."""
     if any(step.on_one_process for step in plan.recipe.steps.values()):
         return {}
     shapes, sets = plan.skeleton.linear_shapes(index), plan.sets(index)

@@ -26,7 +26,7 @@ from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.scheme import LinearScheme
 
 _NOT_CHECKED = "could not check whether transformers loads the result"
-_SAMPLE = 128  # rows and columns of a sample at least
+_SAMPLE = 128  # least number of rows and columns of a sample
 
 
 def keep_loadable(
@@ -42,7 +42,7 @@ def keep_loadable(
         reader: reader of the source; it is told which tensors to write in the model's own form.
         format_: format of the checkpoint.
         layers: layers of the model.
-        ignored: returns the full names of the linears that have no scheme.
+        ignored: given the schemes of all layers, returns the full names of the linears without a scheme.
         assigned: schemes of each layer.
     Raises:
         ModelError: no quantized linear is left, or transformers could not load the unquantized tensors beside the
@@ -53,7 +53,7 @@ def keep_loadable(
     left, others = dict(linears), ignored(assigned)
     refused: dict[str, str] = {}  # with the reason
     notes, dequantize = [], False
-    # What is left out changes what the others are loaded with, so it is asked again until nothing is left out.
+    # Leaving linears unquantized changes how the others are loaded, so ask again until no more are left out.
     while left:
         try:
             problems, dequantize = _ask(reader, format_, left, [*others, *refused], dequantize)
@@ -77,7 +77,7 @@ def keep_loadable(
         name, why = next(iter(refused.items()))
         if len(refused) == len(linears):
             raise ModelError(
-                f"{reader.path}: transformers could not load any of its linears as {format_.name}, e.g. {name} "
+                f"{reader.path}: transformers could not load any linear of the model as {format_.name}, e.g. {name} "
                 f"({why}); set format=dense"
             )
         notes.append(
@@ -172,21 +172,22 @@ def check_loads(
         GateFailure: transformers would load other values.
     """
     try:
-        # A format of values stores weights as the source does.
+        # A format that stores values writes plain weights, as in the source.
         codes = linears if format_.keeps_codes else {}
         problems = _problems(CheckpointReader(folder), source, format_, codes)
     except CannotLoad as error:
         return f"transformers does not load the result: {error}"
     except ModelError as error:
         return f"{_NOT_CHECKED}: {error}"
-    # No weights: without them keys and values are as computed, and engines find them by name.
+    # KV cache scales are not weights: transformers ignores them and leaves keys and values unrounded, and engines find
+    # them by name.
     scales = [name for name in problems.unexpected if is_cache_scale(name)]
     problems.unexpected = [name for name in problems.unexpected if name not in scales]
     if not experts:
-        names = linears or [name.removesuffix(".weight") for name in source.names]  # none: only the cache is quantized
+        names = linears or [name.removesuffix(".weight") for name in source.names]  # empty: only the cache is quantized
         owners = {re.split(r"(?<=\.)\d+\.", mixture)[0] for name in names if (mixture := _mixture(name)) is not None}
         layers = (*owners, *map(source.stored_name, owners))
-        # By their part of the name alone: between a layer and its experts files may have other modules than the model.
+        # Compare only parts of the name: files may have other modules between a layer and its experts than the model.
         problems = problems.but(lambda name: name.startswith(layers) and "experts" in name.split("."))
     if problems.summary:
         raise GateFailure(

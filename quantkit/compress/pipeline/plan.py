@@ -40,15 +40,16 @@ class Plan:
     """One compression, checked and ready to run.
 
     Args:
-        model: as given, "demo" for the bundled model.
+        model: directory or hub id as given; "demo" for the bundled model.
         reader, skeleton, family, recipe, format: parts of the run.
-        layers: per decoder layer, scheme of each linear to quantize by relative name.
-        linears: the same of all layers and towers by full name.
+        layers: for each decoder layer, the schemes of the linears to quantize, keyed by relative name.
+        linears: the schemes of all layers and towers, keyed by full name.
         ignored: full names of the unquantized linears, including the head.
-        towers: schemes of linears outside the decoder layers, by relative name, for each module that contains them.
+        towers: for each module outside the decoder layers that contains linears to quantize, their schemes, keyed by
+            relative name.
         source_dtype: widest dtype of the layers' weights in the files.
         output: directory of the finished checkpoint.
-        warnings: limits of loaders with the result; one sentence each.
+        warnings: warnings for the user, one sentence each, such as engines that cannot load the result.
         discovery: structure found in a model without a family file; None for others.
     """
 
@@ -102,7 +103,7 @@ def build_plan(
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         engine: engine that must be able to read the result; None = no particular one.
     Raises:
-        ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit together; says why.
+        ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
     """
     source = open_dense(resolve(model))
     name = "demo" if model is None else model
@@ -214,8 +215,8 @@ def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelRea
 
 
 def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears]:
-    """Return the linears of towers by the module that contains them; linears that files store in another form are left
-    out.
+    """Return the linears of towers, grouped by the module that contains them. Left out are linears that the files store
+    under another name or in another shape.
     """
     owners: dict[str, dict[str, tuple[int, int]]] = {}
     for name, shape in skeleton.tower_linears().items():
@@ -242,7 +243,7 @@ def _ignored(layer: LayerLinears, schemes: Schemes) -> list[str]:
 
 
 def pick_compute_dtype(source: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the source's dtype if the device is fast in it, else float32."""
+    """Return the source's dtype if the device computes fast in it, else float32."""
     return source if device.type == "cuda" or source == fast_cpu_dtype() else torch.float32
 
 

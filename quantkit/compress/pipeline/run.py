@@ -79,19 +79,19 @@ def quantize(
     suffix = FORMATS.load(recipe.format).suffix
     if not suffix or not is_writer():
         return compress(output, overwrite)
-    # One file: a run to a directory, which an interrupted run resumes from, and its conversion.
+    # A single file: quantize to a directory, from which an interrupted run can resume, and convert that directory.
     from quantkit.compress.convert import convert
     from quantkit.compress.convert.gguf_writer import check_model
     from quantkit.compress.convert.source import open_source
 
-    check_cache(recipe, {})  # a file says nothing of a cache, whatever the model
+    check_cache(recipe, {})  # a single file cannot describe a KV cache, whatever the model
     folder = resolve(model)
     name = "demo" if model is None else Path(model).name
     file = Path(output) if output else Path(f"{name}-{recipe.name}{suffix}")
     check_apart(file, folder)
     kind = f"quantize --format {recipe.format}"
     with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
-        # What a file cannot hold is refused before hours of work.
+        # Refuse a model that the file cannot hold, before hours of work.
         check_model(open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = compress(codes, overwrite=True)
@@ -109,7 +109,7 @@ def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, devi
 
     Args:
         model: directory or hub id; None = the bundled demo model.
-        recipes: recipe by output directory, which must not exist yet.
+        recipes: recipes, keyed by output directory; no directory may exist yet.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
     Raises:
         InputError, ResourceError: see `quantize`.
@@ -130,7 +130,7 @@ def _compress(
     """Do what `quantize` does, for one or several directories. A process that does not write computes its share of the
     layers.
     """
-    for plan in plans:  # what is wrong with the file is said before anything is written
+    for plan in plans:  # report a bad importance matrix before anything is written
         read_importance(plan)
     with ExitStack() as stack:
         opened = partial(open_stage, kind="quantize", overwrite=overwrite, resumable=True, allow_finished=True)
@@ -141,9 +141,9 @@ def _compress(
         ]
         runs = [run for run in begun if run is not None]
         mode = activations
-        if mode == "auto":  # reading them from disk costs little beside a CPU's products
+        if mode == "auto":  # on a CPU, reading states from disk costs little beside the products
             mode = "disk" if plans[0].skeleton.device.type == "cpu" else "ram"
-        # Sums depend on the number of threads, and a run that was interrupted has one already.
+        # Sums depend on the number of threads, and an interrupted run must keep the number that it started with.
         for threads in dict.fromkeys(run.state.threads for run in runs):
             alike = [run for run in runs if run.state.threads == threads]
             with writing(alike[0].work.path), computing(alike[0]) as workers:
@@ -213,7 +213,7 @@ def _finish(plan: Plan, run: CompressionRun | None, stage: Stage | None, started
 
 @contextmanager
 def computing(run: CompressionRun) -> Iterator[int]:
-    """While open, compute with the run's number of threads; yields the number outside."""
+    """While open, compute with the run's number of threads. Yield the number of threads within the CPU quota."""
     before = torch.get_num_threads()
     workers = threads_within_quota()
     torch.set_num_threads(run.state.threads)

@@ -82,7 +82,7 @@ def _others(plan: Plan, layer: LayerContext, written: Container[str]) -> Iterato
         if not name.startswith(f"{layer.name}.") or name in quantized or name in written:
             continue
         stored, present = plan.reader.tensor(name), parameters.get(name)
-        # Compared in the compute dtype: what no step has changed is written as the source has it, bit for bit.
+        # Compare in the compute dtype: a tensor that no step has changed is written bit for bit as in the source.
         if present is not None and not torch.equal(stored.to(present.dtype), present.cpu()):
             stored = present.to(stored.dtype).cpu()  # changed by a step
         yield name, stored

@@ -29,8 +29,8 @@ class RunState(Record):
     Args:
         identity: everything that affects the result, as plain data.
         records: records of the finished layers.
-        shards: SHA-256 by file name of the finished shards.
-        weight_map: file name by tensor name.
+        shards: SHA-256 of each finished shard, keyed by file name.
+        weight_map: file name of each tensor, keyed by tensor name.
         activations: digests of the saved hidden states, see `ActivationStore`: first of the quantized model, then of
             the original.
         held_out: digests of the saved held-out states: first of the original model, then of the quantized one.
@@ -105,7 +105,7 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
         ResumeError: the interrupted run has another identity; the message names the difference.
     """
     path = work.path / "progress.json"
-    if not resume or not path.exists():  # of a run that was killed before it knew what it was
+    if not resume or not path.exists():  # no state: the run was killed before it saved one
         work.clear()
         work.checkpoint.mkdir()
         state = RunState(identity=identity, records=(), shards={}, weight_map={}, activations=())

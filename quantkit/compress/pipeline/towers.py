@@ -13,7 +13,7 @@ from quantkit.compress.pipeline.state import RunState
 from quantkit.models.linear_sets import LinearSet
 from quantkit.results import LinearRecord, TowerRecord
 
-# Weights of as many bytes go into one file, whose codes are in memory together.
+# A file takes linears until their source weights have this many bytes; its codes are in memory together.
 _FILE_BYTES = 1 << 30
 
 

@@ -1,4 +1,4 @@
-"""Apply a recipe to a model: find the scheme of each linear, or why it is impossible. For `quantize` and `plan`."""
+"""Apply a recipe to a model: find the scheme of each linear, or why there is none. For `quantize` and `plan`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from quantkit.numerics.scales import has_two_levels
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.results import EngineReading
 
-Stored = Callable[[str], LinearScheme | None]  # by full name
+Stored = Callable[[str], LinearScheme | None]  # given a linear's full name, returns its scheme in the source
 
 
 class Assigned(NamedTuple):
@@ -40,7 +40,7 @@ Leave = Callable[[Sequence[Schemes]], Assigned]
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
-    """Return the scheme of each linear by a recipe's rules; group sizes are lowered so that they divide the inputs.
+    """Return the scheme of each linear according to the recipe; group sizes that do not divide the inputs are lowered.
 
     Args:
         recipe: the recipe.
@@ -67,7 +67,7 @@ def _fitted(
     """Lower the group sizes of a layer so that they divide the inputs of each linear; the experts of a layer share one
     size.
     """
-    experts: dict[WeightScheme, int] = {}  # what all of them have a multiple of
+    experts: dict[WeightScheme, int] = {}  # greatest common divisor of their numbers of inputs
     for name, scheme in schemes.items():
         if scheme is not None and find_expert(name) is not None:
             experts[scheme.weight] = math.gcd(experts.get(scheme.weight, 0), shapes[name][1])
@@ -142,7 +142,8 @@ def fit(
         stored: see `assign`.
         leave: removes the schemes of linears that loaders could not read, and adds a warning.
         unlisted: see `conflicts`.
-        engine: engine that must read the result, such as `vllm:h100`; None = any (open choices suit transformers).
+        engine: engine that must read the result, such as `vllm:h100`; None = no particular one; quantkit
+            then makes open choices for transformers.
         hidden_size: hidden size of the model, on which kernels of experts depend; None = unknown.
     Returns:
         The recipe with nothing left open, and the schemes that it assigns.
@@ -192,7 +193,7 @@ class _Model:
                 return self.settle(alike)
             raise
         with suppress(InputError):
-            return max(made, self.settle(alike), key=lambda one: self._merit(*one))  # the first of equals
+            return max(made, self.settle(alike), key=lambda one: self._merit(*one))  # equal: several sizes
         return made
 
     def _merit(self, recipe: Recipe, made: Assigned) -> tuple[bool, int]:
@@ -214,7 +215,7 @@ class _Model:
         try:
             made = self.checked(first)
             reading = self.reading(first, made)
-            is_right, reason = reading.is_right, "loaders could read zero points for fewer of them"
+            is_right, reason = reading.is_right, "with zero points, loaders could read fewer of the linears"
         except InputError as error:
             failure, reason = error, str(error).partition(": set ")[0]
         else:
@@ -233,7 +234,7 @@ class _Model:
         return first, made
 
     def reading(self, recipe: Recipe, made: Assigned) -> EngineReading:
-        """Return what the requested engine, or else transformers, says about the result."""
+        """Return how the requested engine, or else transformers, would read the result."""
         model = stored_model(recipe, self.family, self.layers, made.schemes, self.hidden_size)
         return judge(self.engine or "transformers", model)
 
@@ -244,7 +245,7 @@ class _Model:
             raise problem
         quantized = [{name: scheme for name, scheme in of.items() if scheme is not None} for of in made.schemes]
         parts = list(zip(self.layers, quantized, strict=True))
-        # For its refusals: schemes that fit alone may not go together.
+        # Called for its checks: schemes that fit alone may not fit together.
         format_.config({f"{layer.name}.{name}": scheme for layer, of in parts for name, scheme in of.items()}, ())
         remarks = format_.check_model(self.family, [of for layer, of in parts if not layer.beside])
         return made._replace(warnings=(*remarks, *made.warnings))
@@ -287,7 +288,7 @@ def stored_model(
 def conflicts(
     recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], unlisted: bool = False
 ) -> Iterator[InputError]:
-    """Yield why a recipe cannot be used: useless patterns, fused linears with different schemes, unsupported schemes.
+    """Yield reasons not to use a recipe: useless patterns, fused linears with different schemes, unsupported schemes.
 
     Args:
         recipe: the recipe.
@@ -314,7 +315,7 @@ def conflicts(
             hint = "widen the pattern in overrides or ignore to cover all of them"
             yield RecipeError(f"{layer.name}: {conflict}; {hint}")
     format_, alike = FORMATS.load(recipe.format), dict[tuple[LinearScheme, tuple[int, int]], str]()
-    for layer, schemes in zip(layers, assigned, strict=True):  # thousands of linears have a few schemes and shapes
+    for layer, schemes in zip(layers, assigned, strict=True):  # check each pair of scheme and shape once
         for name, scheme in schemes.items():
             if scheme is not None:
                 alike.setdefault((scheme, layer.shapes[name]), f"{layer.name}.{name}")

@@ -65,8 +65,8 @@ def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequenc
 
 
 def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
-    """Return one sentence for each type of ggml in whose place linears have another, because its blocks do not divide
-    their inputs; see `group_notes`.
+    """Return one sentence for each ggml type that another type replaces in some linears, because its blocks do not
+    divide the inputs of these linears; see `group_notes`.
     """
     others: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for layer, schemes in zip(layers, assigned, strict=True):

@@ -34,15 +34,15 @@ class Recipe:
         name: short name, also part of the default output directory.
         description: what it does, when to use it, what it costs.
         gates: quality thresholds that `verify` checks, e.g. `recovery>=98.9`; they do not affect the checkpoint.
-        scheme: number type of each linear; `symmetric: auto` counts as with zero points.
+        scheme: scheme of each linear; until `symmetric: auto` is settled, it means zero points.
         kv_cache: number types of keys and values; None = the recipe does not set them.
         steps: algorithms that choose the codes, by name in execution order; empty = round to nearest.
         calibration: calibration data; None = no step needs data.
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
         embedding: type of the embedding and the head in a GGUF file; None = as in the source.
-        imatrix: file of llama.cpp's importance matrix, whose mean squares of inputs weight the errors of rounding; None
-            = all inputs count alike.
+        imatrix: file with llama.cpp's importance matrix: the mean square of each input, by which rounding errors are
+            weighted. None = all inputs count alike.
         seed: seed of all random choices.
         source: the recipe as plain data with every default filled in, without description and gates. Recipes with equal
             sources give equal checkpoints; building from it gives this recipe again.
@@ -89,7 +89,7 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
     Args:
         name_or_path: name of a shipped recipe, or path of a .yaml file. A copy that still has a shipped recipe's name
             is named after its file.
-        overrides: fields to replace: values by dotted path, or `path=value` texts with YAML values.
+        overrides: fields to replace: values, keyed by dotted path, or `path=value` texts with YAML values.
     Raises:
         RecipeError: the recipe does not exist or has a mistake; the message gives file, dotted path, value and valid
             values.
@@ -102,7 +102,7 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         raise RecipeError(f"{path.name}: expected keys such as 'weights: ...', found {shorten(data)}")
     data.setdefault("name", path.stem)
     if data["name"] != path.stem and str(data["name"]) in shipped():
-        data["name"] = path.stem  # a copy under its old name would be taken for the original, in ./<model>-<name> too
+        data["name"] = path.stem  # with its old name, a copy would look like the original, also in ./<model>-<name>
     try:
         return build(patched(data, overrides), path.name)
     except _NoUseOfDataError:
@@ -156,7 +156,9 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
 
 
 def settled(recipe: Recipe, *, symmetric: bool) -> Recipe:
-    """Resolve `symmetric: auto` to this value; return the same recipe if it does not use `auto`."""
+    """Resolve `symmetric: auto` to `symmetric`, or to true if the weights cannot have zero points; return the same
+    recipe if it does not use `auto`.
+    """
     parts = [recipe.source, *recipe.source["overrides"]]
     if not any(part.get("weights", {}).get("symmetric") == "auto" for part in parts):
         return recipe
@@ -281,7 +283,7 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
             return None
         scheme = LinearScheme(weight=schemes.weight_scheme(weights, path), activation=activation)
         pair = scheme.weight.dtype.name, None if activation is None else activation.dtype.name
-        # Kernels of this pair keep scales of groups in 8 bits; these are chosen so that nothing of them is lost.
+        # Kernels of this pair store group scales in 8 bits, so choose scales that 8 bits hold exactly.
         weight = (
             replace(scheme.weight, row_scales="e4m3") if pair == _W4AFP8 and scheme.weight.group_size else scheme.weight
         )
@@ -293,7 +295,7 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
         chosen = linear(override.get("weights"), f"overrides[{index}].weights")
         keep = override.get("keep") is not None
         rules += [Rule(pattern=pattern, linear=chosen, keep=keep) for pattern in override["modules"]]
-    # The last rule wins, and what is to be ignored is ignored whatever an override says.
+    # The last rule wins. `ignore` comes last, so it applies whatever an override says.
     rules += [Rule(pattern=pattern, linear=None) for pattern in source["ignore"]]
     return Scheme(default=default, rules=tuple(rules))
 
@@ -306,7 +308,7 @@ def _check_parts(document: Document) -> None:
         raise RecipeError("weights: is required but missing")
     for name in ("activations", "steps"):
         if getattr(document, name):
-            raise RecipeError(f"{name}: has no effect without 'weights'; add them or remove it")
+            raise RecipeError(f"{name}: has no effect without 'weights'; add 'weights' or remove '{name}'")
 
 
 def _calibration(document: Document, steps: Mapping[str, Step], needs_data: bool) -> CalibrationSection | None:
@@ -314,7 +316,7 @@ def _calibration(document: Document, steps: Mapping[str, Step], needs_data: bool
     if needs_data and given is not None and given.inputs == "original" and follows_original(steps.values()):
         raise RecipeError(
             "calibration.inputs: 'original' cannot be combined with a step that compares with the original model; "
-            "leave it out, or set steps.gptq.asymmetric_calibration=0 (autoround always compares)"
+            "leave calibration.inputs out, or set steps.gptq.asymmetric_calibration=0 (autoround always compares)"
         )
     if needs_data:
         return given or CalibrationSection()

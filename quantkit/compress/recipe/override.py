@@ -20,7 +20,7 @@ def patched(data: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
 
     Args:
         data: plain data of a recipe; not modified.
-        overrides: values by dotted path, or `path=value` texts whose value is YAML. Later ones win.
+        overrides: values, keyed by dotted path, or `path=value` texts whose value is YAML. Later ones win.
     Raises:
         RecipeError: a text has no `=`, or a path does not exist in recipes; the message suggests the nearest.
     """

@@ -1,6 +1,6 @@
-"""Schema of a recipe file: strict models of the YAML, and one-line messages for every refused entry.
+"""Schema of a recipe file: strict pydantic classes for the YAML, and a one-line message for every refused entry.
 
-Not the recipe itself: `load` turns these into the objects that the pipeline uses.
+These objects are not the recipe itself: `load` converts them to the objects that the pipeline uses.
 """
 
 import re
@@ -182,7 +182,7 @@ class Override(RecipeSection):
 
     @model_validator(mode="after")
     def _check_one(self) -> "Override":
-        # Weights beside `keep` are what the codes of the source are to be written as, exactly.
+        # `weights` beside `keep` give the scheme in which the source's codes are written, exactly.
         if [self.weights or self.keep, self.skip].count(None) != 1:
             raise ValueError("give one of 'weights', 'skip: true' and 'keep: source', or 'keep: source' with 'weights'")
         return self
@@ -264,7 +264,7 @@ def validate(model: type[S], data: Any, prefix: str = "") -> S:
     """Convert `data` to an instance of `model`.
 
     Args:
-        model: a pydantic model.
+        model: a pydantic class.
         data: plain data.
         prefix: dotted path of `data` inside the file, for messages.
     Raises:

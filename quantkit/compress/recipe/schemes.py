@@ -11,8 +11,8 @@ from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme
 from quantkit.numerics.scheme import ActivationScheme, CacheScheme, KVScheme, WeightScheme
 
-# What suits a number type where the recipe does not say: floats bear one scale for all, integers need one per token,
-# and four bits need keys by channel, whose sizes differ by channel far more than by token.
+# Default granularity of each number type; "token" for the others. Floats work with one scale for all tokens, integers
+# need one per token. int4 keys need one per channel, because their sizes differ far more by channel than by token.
 _GRANULARITY = {("keys", "fp8"): "tensor", ("values", "fp8"): "tensor", ("keys", "int4"): "channel"}
 
 
@@ -32,7 +32,7 @@ def changed_weights(weights: schema.WeightsSection, changes: schema.WeightChange
     inherited, given = weight_fields(weights), changes.model_dump(exclude_none=True)
     dtype = given.get("dtype", inherited["dtype"])
     if dtype != inherited["dtype"] and (find_dtype(dtype).group or find_dtype(inherited["dtype"]).group):
-        inherited["group_size"] = _own_group(dtype)  # groups of one type mean nothing to the other
+        inherited["group_size"] = _own_group(dtype)  # group sizes of one type do not suit the other
     if given.get("group_size") == "auto":
         given["group_size"] = _own_group(dtype)
     return {**inherited, **given}
@@ -59,12 +59,12 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
         rows, size = map(int, size.split("x"))
     with as_recipe_error(path):
         dtype, symmetric = find_dtype(fields["dtype"]), fields["symmetric"]
-        if dtype.block is not None:  # which has minimums or has none
+        if dtype.block is not None:  # the type decides whether there are minimums
             symmetric = not dtype.has_minimums
         return WeightScheme(
             dtype=dtype,
             group_size=size if isinstance(size, int) else None,
-            # Zero points wherever there can be any; which model it is decides the rest, see `assignment.fit`.
+            # "auto": zero points wherever the scheme allows them; `assignment.fit` decides the rest for the model.
             symmetric=(dtype.kind == "float" or rows != 1 or size == "tensor") if symmetric == "auto" else symmetric,
             block_rows=None if size == "tensor" else rows,
             signed_scales=fields.get("signed_scales", True),
@@ -134,7 +134,7 @@ def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
 def _side(section: schema.KVCacheSection, name: Literal["keys", "values"]) -> CacheScheme:
     given: schema.CacheSide = getattr(section, name)
     dtype, usual = given.dtype or section.dtype, "token"
-    if section.rotation == "none" or name == "values":  # a rotation is of all channels of a token
+    if section.rotation == "none" or name == "values":  # rotated keys need token scales
         usual = _GRANULARITY.get((name, dtype), usual)
     with as_recipe_error(f"kv_cache.{name}"):
         return find_cache_scheme(name, dtype, given.granularity or section.granularity or usual)

@@ -57,7 +57,7 @@ def option_names(name: str) -> list[str]:
 
 def _options_model(kind: Any) -> type[RecipeSection]:
     """Return a strict pydantic model with the fields of a step's dataclass."""
-    # Steps stay plain dataclasses: what made them valid need not be known where they run.
+    # Steps stay plain dataclasses: code that runs them does not depend on how their options were validated.
     hints = get_type_hints(kind, include_extras=True)
     fields: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
     return create_model(kind.__name__, __base__=RecipeSection, **fields)

@@ -47,7 +47,7 @@ class Pair:
         made: contents of quantkit-run.json; empty if there is none.
         gates: gates to check.
         gates_given: whether the user named the gates; otherwise they are the recipe's.
-        hashes: SHA-256 of the checkpoint's files by name.
+        hashes: SHA-256 of the checkpoint's files, keyed by name.
         notes: unusual facts, for the user.
     """
 
@@ -93,17 +93,17 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         CheckpointError: a file is damaged, or not the one that was written.
         GateError: a gate is not valid.
     """
-    # The user's own gates come first: a typing error is told before gigabytes are hashed.
+    # Check the user's own gates first, so that a typing error is reported before gigabytes are hashed.
     given = None if gates is None else check_gates(gates)
     path = resolve(str(checkpoint))
     reader = CheckpointReader(path)
     manifest, made = read_manifest(path), read_manifest(path, RUN)
     name, source = _baseline(path, baseline, made)
     original = CheckpointReader(source)
-    # Beside itself a checkpoint shows no loss, whatever it has lost.
+    # Compared with itself, a checkpoint never shows a loss.
     if path.resolve() == source.resolve():
         raise ModelError(f"{path} is its own baseline; give the original model as --baseline")
-    # Headers before hashes: a wrong pair is told without reading the weights.
+    # Headers before hashes: a wrong pair is reported without reading the weights.
     _check_vocabularies(reader, original)
     hashes, notes = check_files(reader, manifest)
     return Pair(
@@ -145,7 +145,7 @@ def check_files(reader: CheckpointReader, manifest: Mapping[str, Any]) -> tuple[
     known = section(manifest, "files")
     if not known:
         note = f"{reader.path.name} has no {MANIFEST} with hashes, so quantkit could not check its files."
-        # Hashed all the same, so that the report identifies the files that it is about.
+        # Hash the files nevertheless, so that the report identifies the files that it is about.
         return {file.name: file_digest(file) for file in reader.files}, (note,)
     return {file.name: _checked_digest(file, section(known, file.name)) for file in reader.files}, ()
 
@@ -184,7 +184,7 @@ def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> 
         return "demo model", DEMO_MODEL
     if not isinstance(model, str):
         raise ModelError(f"{path} does not name its original; give it as --baseline")
-    if not Path(model).is_dir():  # and what a file names is not fetched from the hub without the user's word
+    if not Path(model).is_dir():  # without the user's word, quantkit downloads nothing that a file names
         raise ModelError(
             f"{path} was made from {shorten(model)}, which does not exist here; give the original as --baseline"
         )
@@ -211,7 +211,7 @@ def check_output(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise OutputError(f"output {path} is a file; give a directory for the report")
     for name, sign in SIGNS.items():
-        # lexists: a dangling link of that name is somebody's too, and must not be written through.
+        # lexists: a dangling link of that name belongs to somebody too, and must not be followed.
         if os.path.lexists(path / name):
             with writing(path):
                 check_text(path / name, sign)
@@ -253,7 +253,7 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
     Args:
         pair: the pair whose files are hashed.
         text: text on which fidelity was measured.
-        said: the other fields.
+        said: the other fields of `Environment`.
     """
     # Sorted: the hash must not depend on the order in which shards are listed.
     files = "".join(f"{name} {pair.hashes[name]}\n" for name in sorted(pair.hashes))

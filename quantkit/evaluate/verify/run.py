@@ -45,12 +45,12 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.vllm_engine import VllmLLM, import_vllm, vllm_arguments
 
 Progress = Callable[[str], None]
-# Options that belong to the compression, so the original runs without them: ours, and vLLM's own.
+# Options that belong to the compression, so the original runs without them: quantkit's, and vLLM's own.
 OF_THE_COMPRESSION = (
     *("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate"),
     *("kv_cache_dtype", "speculative_config", "quantization"),
 )
-_NOISE_SHARE = 4  # a quarter of the text shows how large noise is
+_NOISE_SHARE = 4  # noise is measured on a quarter of the text
 BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
 
 
@@ -125,7 +125,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
         for path, engine in verification.sides:
             check_target(path, bench, engine)
     report, text = verification.answers() if options.vllm is None else verification.served_answers(options.vllm)
-    # What only the collector frees shares the memory of the models that are timed.
+    # Collect garbage now, or it would count towards the memory of the timed models.
     gc.collect()
     release_freed_memory()
     if bench is not None:
@@ -135,7 +135,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return replace(
         report,
-        # Judged again: gates about speed and memory have their numbers only now.
+        # Checked again, because the numbers for gates about speed and memory are known only now.
         gates=tuple(evaluate_gates(report, verification.gates(report))),
         environment=environment(
             pair,
@@ -192,7 +192,7 @@ class _Verification:
         return fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
 
     def _noise(self, original: LLM, windows: Windows, data: str) -> tuple[EvaluationResult | None, FidelityResult]:
-        """Evaluate the original in another dtype; its distributions on part of the text. That model is then freed."""
+        """Evaluate the original in another dtype, compare distributions on part of the text, and free that model."""
         source, plain = self.sides[1]
         dtype = other_arithmetic(dtype_name(original.model.dtype))
         self.progress(f"noise: the original again, in {dtype}")
@@ -216,22 +216,22 @@ class _Verification:
         return replace(report, gates=tuple(evaluate_gates(report, self.gates(report))))
 
     def gates(self, report: Report) -> tuple[str, ...]:
-        """The gates to be held; those about behaviour join a recipe's where the original shows enough of it."""
+        """Return the gates to check; behaviour that the original shows often enough adds gates to those of a recipe."""
         own = () if self.pair.gates_given or not self.pair.gates else behaviour_gates(report)
         return tuple(dict.fromkeys((*self.pair.gates, *own)))
 
     def _behaviour(
         self, llm: LLM, original: LLM
     ) -> tuple[BehaviourResult | None, tuple[Sequence[Trace] | None, Sequence[Trace] | None], tuple[str, ...]]:
-        """Margins, answers of the original and of the checkpoint, and notes; nothing where no test is asked for."""
+        """Return margins, answers of the original and of the checkpoint, and notes; nothing if no test is asked for."""
         asked = self.options.evaluation
         plan = behaviour_plan(original, asked)
-        own = plan and behaviour_plan(llm, replace(asked, behaviour=True))  # a lost template is an error, no reason
+        own = plan and behaviour_plan(llm, replace(asked, behaviour=True))  # a lost template is an error
         if plan is None or own is None:
             return None, (None, None), ()
         notes: tuple[str, ...] = ()
         if [each.ids for each in plan.questions] != [each.ids for each in own.questions]:
-            notes = ("The checkpoint's chat template writes some prompts otherwise than the original's.",)
+            notes = ("The checkpoint's chat template formats some prompts differently from the original's.",)
         theirs = answer_prompts(original, plan, lambda line: self.progress(f"original: {line}"))
         ours = answer_prompts(llm, own, lambda line: self.progress(f"checkpoint: {line}"))
         subject = "margins of the original's decisions"
@@ -272,16 +272,16 @@ class _Verification:
                 progress=self.progress,
             )
         except ModelError as error:
-            # A map that nobody asked for is a help: that it cannot be made is a note, not an error.
+            # If nobody asked for the map, only note that it cannot be made.
             if asked:
                 raise
             return replace(report, notes=(*report.notes, f"No sensitivity map: {first_line(error)}."))
         return replace(report, sensitivity=measured)
 
     def served_answers(self, vllm: Mapping[str, Any]) -> tuple[Report, str]:
-        """Answer in vLLM, one model at a time, and read distances from the likeliest tokens of each position."""
+        """Evaluate in vLLM, one model at a time, and compute distances from the likeliest tokens of each position."""
         (path, engine), (source, plain) = self.sides
-        text: list[Any] = []  # its name, content and notes, and its windows, cut by the model that is asked first
+        text: list[Any] = []  # name, content, notes and windows; the first model cuts the windows
 
         def ask(
             name: str, path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any], behaviour: bool | None = None

@@ -1,1 +1,1 @@
-"""What ggml, the library below llama.cpp, defines: block types and their bytes, GGUF files, importance matrices."""
+"""Definitions of ggml, the library below llama.cpp: block types and their bytes, GGUF files, importance matrices."""

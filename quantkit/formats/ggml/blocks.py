@@ -1,8 +1,8 @@
 """Blocks of GGUF tensors: store codes as blocks without loss, round float values to blocks, and decode blocks.
 
 The gguf package provides types, sizes, ggml's own rounding and all dequantizing. On CPUs it rounds two to three times
-as fast as torch and gives the same bytes. The package cannot convert codes to blocks and has no K-quant encoders: this
-module does the first, `k_quants` packs the second, and `numerics.super_blocks` searches their numbers.
+as fast as torch and gives the same bytes. The package cannot convert codes to blocks, so this module does. It
+cannot encode K-quants either: `numerics.super_blocks` searches their scales and minimums, and `k_quants` packs them.
 Shapes: N outputs, K inputs, M blocks; the last dimension holds the bytes of a block.
 Source: ggml `src/ggml-common.h`, `src/ggml-quants.c`.
 """
@@ -47,7 +47,7 @@ def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = No
         block: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, or Q2_K to Q6_K.
         importance: (K,) weight of each input's squared error, for K-quants.
     Returns:
-        uint8 bytes in file order; only their order matters, not the shape.
+        uint8 bytes in file order, in any shape.
     """
     if block in PLAIN:
         return values.to(PLAIN[block]).contiguous().view(-1).view(torch.uint8)
@@ -71,7 +71,7 @@ def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tenso
     if block in PLAIN:
         return data.view(PLAIN[block]).view(*shape)
     if not data.numel():
-        return torch.empty(*shape)  # which the package cannot reshape
+        return torch.empty(*shape)  # the package cannot reshape an empty array
     try:
         # A damaged file may hold scales that are no numbers, about which numpy would warn.
         with np.errstate(all="ignore"):
@@ -118,7 +118,7 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         if weight.scheme.dtype.bits == 4 and torch.equal(lowest.half().float(), lowest):
             block, codes, minimum = Block.Q4_1, codes + 8, lowest
         else:
-            # The difference of two 4-bit numbers has five bits, that of shorter ones four.
+            # The difference of two 4-bit numbers has five bits, that of 2-bit or 3-bit numbers at most four.
             block, codes = Block.Q5_0 if weight.scheme.dtype.bits == 4 else block, codes - zero.view(-1, 1)
     return block, _pack(block, codes, scale, minimum).view(rows, -1)
 
@@ -130,7 +130,7 @@ def _per_block(parameters: Tensor, weight: QuantizedTensor, block: Block) -> Ten
 
 
 def _pack(block: Block, codes: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
-    """Pack codes (M, 32) into blocks with one scale each: value = scale * code, for Q4_1 + minimum."""
+    """Pack codes (M, 32) into blocks with one scale each: value = scale * code (+ minimum for Q4_1)."""
     head = [_half_bytes(scale)]
     if block == Block.Q8_0:
         return torch.cat([*head, codes.to(torch.int8).view(torch.uint8)], dim=1)
@@ -139,7 +139,7 @@ def _pack(block: Block, codes: Tensor, scale: Tensor, minimum: Tensor | None = N
     unsigned = codes.to(torch.int16) + _OFFSETS[block]
     if block == Block.Q5_0:
         bits = ((unsigned >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.int16)).sum(-1)
-        head.append(bits.to(torch.uint8))  # bit i is the fifth of value i
+        head.append(bits.to(torch.uint8))  # bit i is the fifth bit of value i
     return torch.cat([*head, (unsigned[:, :16] & 15 | (unsigned[:, 16:] & 15) << 4).to(torch.uint8)], dim=1)
 
 

@@ -1,8 +1,8 @@
-"""GGUF blocks as codes with scales, for kernels: what `blocks.encode_blocks` writes, and what ggml's tools write.
+"""Decode GGUF blocks to codes with scales, for kernels; `blocks.encode_blocks` or ggml's tools wrote the blocks.
 
 The scales of a super-block's sub-blocks are expanded to float32, which is exact. Types with minimums (value = scale *
-code - minimum) get zero points that are no whole numbers, minimum / scale, so their values may differ from ggml's in
-float32's last bits; `blocks.dequantize_blocks` gives ggml's own. IQ and TQ types have no codes of equal steps.
+code - minimum) get the zero point minimum / scale, which is not rounded. So their values may differ from ggml's in the
+last bits of float32; `blocks.dequantize_blocks` returns ggml's own values. IQ and TQ types are not read as codes.
 Shapes: N outputs, M blocks, G groups per row.
 Source: ggml `src/ggml-common.h`; the gguf package, `quants.py`.
 """
@@ -22,7 +22,7 @@ from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-# Number type, values per scale, and whether there are minimums, by ggml's name of the type.
+# Number type, values per scale, and whether there are minimums, keyed by ggml's name of the type.
 _TYPES = {
     "Q4_0": ("int4", 32, False),
     "Q4_1": ("int4", 32, True),
@@ -40,9 +40,9 @@ SCHEMES = {
     name: LinearScheme(weight=WeightScheme(dtype=find_dtype(dtype), group_size=group, symmetric=not minimums))
     for name, (dtype, group, minimums) in _TYPES.items()
 }
-"""Scheme by ggml's name of the type, for the types that are codes."""
+"""Scheme of each type that is read as codes, keyed by ggml's name of the type."""
 LOCAL_NAMES = {f"weight_{name.lower()}": name for name in SCHEMES}
-"""ggml's name of the type by the local name of a tensor (N, bytes of a row) of blocks."""
+"""ggml's name of the type, keyed by the local name of a tensor of its blocks (N, bytes of a row)."""
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
 
@@ -51,7 +51,7 @@ def decode_codes(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Decode the blocks of one linear to codes.
 
     Args:
-        tensors: the blocks, (N, bytes of a row) uint8, by one of `LOCAL_NAMES`.
+        tensors: the blocks (N, bytes of a row) uint8, under one of `LOCAL_NAMES`.
     Raises:
         CheckpointError: a scale or a minimum is not finite.
     """
@@ -61,17 +61,17 @@ def decode_codes(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     blocks = tensors[local].reshape(-1, num_bytes(block, (_values(block),)))
     if block == Block.MXFP4:
         low, high = blocks[:, 1:] & 15, blocks[:, 1:] >> 4
-        nibbles = torch.cat([low, high], dim=1).view(rows, -1, 2)  # value i is beside value i + 16 in ggml's bytes
+        nibbles = torch.cat([low, high], dim=1).view(rows, -1, 2)  # ggml's bytes pair values i and i + 16
         packed = {"weight_packed": nibbles[..., 0] | nibbles[..., 1] << 4, "weight_scale": blocks[:, 0].view(rows, -1)}
         return decode_microscaling(packed, scheme)
     unsigned, scale, minimum = _READ[block](blocks)
     if not bool(torch.isfinite(scale).all()) or (minimum is not None and not bool(torch.isfinite(minimum).all())):
-        raise CheckpointError(f"a scale of its {name} blocks is not finite; download it again")
+        raise CheckpointError(f"a scale or minimum of the {name} blocks is not finite; download the file again")
     codes, zero, half = unsigned.reshape(rows, -1).to(torch.int8), None, -int(scheme.dtype.minimum)
     if block != Block.Q8_0:
         codes -= half
     if minimum is not None:
-        # A group of equal values has a scale of 0; scale = |minimum| and a zero point of one step give them too.
+        # A group of equal values has a scale of 0. Scale = |minimum| and a zero point of one step give the same values.
         flat = scale == 0
         scale = torch.where(flat, minimum.abs(), scale)
         zero = torch.where(scale == 0, torch.zeros_like(scale), minimum / scale).view(rows, -1) - half
@@ -83,7 +83,7 @@ def decode_codes(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
 
 
 def width_of(local: str, row_bytes: int) -> int:
-    """Return the number of inputs of a row of blocks."""
+    """Return the number of inputs of a row of blocks that has `row_bytes` bytes."""
     block = Block[LOCAL_NAMES[local]]
     return row_bytes // num_bytes(block, (_values(block),)) * _values(block)
 
@@ -93,12 +93,16 @@ def _values(block: Block) -> int:
 
 
 def _half(data: Tensor) -> Tensor:
-    """Return float16 numbers (M, n) of bytes (M, 2n) as float32."""
+    """Read bytes (M, 2n) as float16 numbers, and return these as float32 (M, n)."""
     return data.contiguous().view(torch.float16).float()
 
 
 def _fields(data: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
-    """Take bytes in runs, and of each run first the low bits of all its bytes, then those above: (M, n) uint8."""
+    """Unpack the bit fields of bytes, run by run: first the lowest field of all bytes of the run, then the next field.
+
+    Returns:
+        (M, n) uint8.
+    """
     runs = data.reshape(len(data), -1, 1, run)
     bits = shifts[1] - shifts[0]
     fields = runs >> torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1) & (1 << bits) - 1
@@ -137,7 +141,7 @@ def _q3_k(blocks: Tensor) -> Parts:
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    """Read the twelve bytes that `k_quants` writes, and nibbles."""
+    """Read scales and minimums from twelve bytes as `k_quants._six_bits` packs them, and codes from nibbles."""
     heads, low, high, rest = _half(blocks[:, :4]), blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimums = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)

@@ -39,7 +39,7 @@ _MAX_NAME, _MAX_DIMS = 64, 4
 _MAX_ITEMS, _MAX_TENSORS = 1 << 22, 1 << 17
 _DAMAGED = "the file is damaged or not a GGUF file; download or copy it again"
 
-# Value types by number: struct code of the fixed ones.
+# Struct code of each value type of fixed size, keyed by the type's number.
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -72,8 +72,8 @@ class GGUFFile:
 
     Args:
         path: path of the file.
-        metadata: entries by key; arrays are lists.
-        tensors: tensors by name, in file order.
+        metadata: entries, keyed by name; arrays are lists.
+        tensors: tensors, keyed by name, in file order.
     """
 
     path: Path
@@ -129,15 +129,16 @@ def write_gguf_file(
         path: path of the file; an existing file is replaced.
         metadata: bool, int (u32), float (f32), str, or a non-empty list of one of these types (ints become i32); the
             first key is general.architecture.
-        tensors: type and shape (outermost first) by name.
+        tensors: type and shape (outermost first), keyed by name.
         contents: bytes of each tensor, in the order of `tensors`.
     Returns:
-        SHA-256 of each tensor's bytes by name.
+        SHA-256 of each tensor's bytes, keyed by name.
     Raises:
         CheckpointError: a name, shape or number exceeds the limits of the format.
     """
     entries, digests = dict(metadata), dict[str, str]()
-    writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))  # twice, it says so on a stream
+    # Removed from the entries: the writer adds it, and logs a warning if it is added twice.
+    writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))
     for key, value in entries.items():
         if not _fits(value):
             raise CheckpointError(f"{key} {shorten(value)} cannot be stored in a GGUF file; correct the model's files")
@@ -195,7 +196,7 @@ class _Cursor:
         return data.decode("utf-8", errors="replace")
 
     def count(self, what: str, least_bytes: int, most: int = _MAX_ITEMS) -> int:
-        """Read a count of items and check that so many items of at least `least_bytes` each fit into the rest."""
+        """Read a count of items and check that this many items of at least `least_bytes` each fit into the file."""
         value = int(self.unpack("Q", what))
         if value * least_bytes > self.left:
             raise self.error(f"{what} is {value}, more than fit into the {self.left} bytes left")
@@ -214,7 +215,7 @@ def _read(cursor: _Cursor) -> GGUFFile:
     # Version 1 counts in 32 bits where later ones have 64.
     if version not in (2, 3):
         raise cursor.error(f"GGUF version {version} is not supported; supported: 2, 3")
-    # The least that one takes: a name's length, dimensions, type and offset; of an entry length, type and one byte.
+    # Fewest bytes of a tensor: length of the name, dimensions, type, offset. Of an entry: length, type and one byte.
     num_tensors = cursor.count("the number of tensors", 24, _MAX_TENSORS)
     num_entries = cursor.count("the number of entries", 13)
     metadata: dict[str, Any] = {}
@@ -268,8 +269,8 @@ def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     # 2^60 elements of 8 bytes are the end of signed 64-bit offsets.
     if math.prod(shape) > 1 << 60 or (shape and shape[-1] % block_values(block)):
         raise cursor.error(
-            f"tensor {name!r} has shape {shape}; its last dimension is not a multiple of the {block_values(block)} "
-            f"values in a {block.name} block"
+            f"tensor {name!r} has shape {shape}; it is too large, or its last dimension is not a multiple of the "
+            f"{block_values(block)} values in a {block.name} block"
         )
     offset = cursor.unpack("Q", f"the offset of {name!r}")
     return name, GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=num_bytes(block, shape))

@@ -1,7 +1,7 @@
 """Importance matrices of llama.cpp: sums of each matrix's squared inputs, as a GGUF file or in the older `.dat` form.
 
 A GGUF file has two float32 tensors for each matrix, `NAME.in_sum2` (E, K) and `NAME.counts` (E, 1); E is the number of
-experts, or 1. The older form is read only:
+experts, or 1. quantkit reads the older form, but does not write it:
 
     | entries i32 | entry ... | chunks i32 | length i32 | name of the data set |
     entry: | length i32 | name | calls i32 | values i32 | values f32, each the mean times the calls |
@@ -34,7 +34,7 @@ class ImportanceMatrix:
     """Mean squares of the inputs of matrices.
 
     Args:
-        means: (E, K) float32 by the matrix's name in GGUF files, such as `blk.0.attn_q.weight`; E experts, or 1.
+        means: (E, K) float32, keyed by the matrix's name in GGUF files, such as `blk.0.attn_q.weight`; E experts, or 1.
         counts: number of tokens (E,) behind each mean, float32.
         data: name of the calibration text; "" = unknown.
         chunk: tokens per sequence; 0 = unknown.
@@ -59,7 +59,9 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
     matrix = _from_gguf(read_gguf(path)) if magic == GGUF_MAGIC else _read_legacy(path)
     for name, mean in matrix.means.items():
         if not bool(torch.isfinite(mean).all()) or bool((mean < 0).any()):
-            raise CheckpointError(f"{path}: {shorten(name)} has a value that is negative or not finite; make it again")
+            raise CheckpointError(
+                f"{path}: {shorten(name)} has a value that is negative or not finite; make the importance matrix again"
+            )
     return matrix
 
 
@@ -81,7 +83,7 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:
         contents += [mean * counts, counts]
     chunk = matrix.chunk or 1
     metadata: dict[str, Any] = {
-        "general.architecture": "imatrix",  # which llama.cpp leaves out and does not look at
+        "general.architecture": "imatrix",  # llama.cpp neither writes nor reads it
         "general.type": "imatrix",
         "imatrix.datasets": [matrix.data],
         "imatrix.chunk_count": int(max(float(counts.max()) for counts in matrix.counts.values())) // chunk,
@@ -99,7 +101,8 @@ def _from_gguf(file: GGUFFile) -> ImportanceMatrix:
         total, count = (_matrix(file, f"{name}{suffix}") for suffix in (_SUM, _COUNT))
         if count.numel() not in (1, len(total)):
             raise CheckpointError(
-                f"{file.path}: {shorten(name)} has {len(total)} rows of sums and {count.numel()} counts; make it again"
+                f"{file.path}: {shorten(name)} has {len(total)} rows of sums and {count.numel()} counts; "
+                "make the importance matrix again"
             )
         # An expert that no token reached has no statistics: all of its inputs count alike.
         count = count.reshape(-1, 1).expand(len(total), 1)
@@ -115,7 +118,7 @@ def _from_gguf(file: GGUFFile) -> ImportanceMatrix:
 
 
 def _matrix(file: GGUFFile, name: str) -> Tensor:
-    """Return a float32 tensor as a matrix of its last dimension."""
+    """Return a float32 tensor as a matrix whose rows are its last dimension."""
     info = file.tensors.get(name)
     if info is None or info.block != Block.F32 or not info.num_bytes:
         raise CheckpointError(f"{file.path} has no float32 tensor {shorten(name)}; make the importance matrix again")
@@ -144,7 +147,9 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
         calls, size = number(), number()
         values = torch.frombuffer(bytearray(take(4 * size)), dtype=torch.float32) if size > 0 else torch.empty(0)
         if calls < 1 or not len(values):
-            raise CheckpointError(f"{path}: {shorten(name)} has {calls} calls and {size} values; make it again")
+            raise CheckpointError(
+                f"{path}: {shorten(name)} has {calls} calls and {size} values; make the importance matrix again"
+            )
         means[name], counts[name] = values.view(1, -1) / calls, torch.tensor([float(calls)])
     if not means:
         raise CheckpointError(f"{path} is no importance matrix: it has no entries")

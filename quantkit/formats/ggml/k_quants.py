@@ -1,6 +1,6 @@
-"""Pack ggml's blocks with whole-number scales: Q2_K to Q6_K, and Q4_1 and Q5_1, whose scale and minimum are free.
+"""Pack ggml's blocks with whole-number scales: Q2_K to Q6_K; also Q4_1 and Q5_1, which have one group.
 
-`numerics.super_blocks` searches the numbers, and describes them. Fields are in the order of the file.
+`numerics.super_blocks` describes these scales and minimums, and searches them. Fields are in the order of the file.
 
     Q2_K  16 bytes of a 4-bit scale and minimum, 64 of codes, d, dmin
     Q3_K  32 bytes of high bits, 64 of low bits, 12 of 6-bit scales + 32, d
@@ -33,8 +33,8 @@ def round_to_k_blocks(values: Tensor, dtype: DType, importance: Tensor | None = 
     Args:
         values: (M, values of a block) float32.
         dtype: a type of ggml.
-        importance: of the same shape, >= 0: weights of the squared errors, multiplied by the size of each value within
-            its block as in ggml; None = weight errors by the size of the values alone.
+        importance: weights of the squared errors, >= 0, of the same shape. As in ggml, they are multiplied by a factor
+            that grows with each value's size within its block. None = only the sizes of the values weight the errors.
     Returns:
         (M, bytes of a block) uint8.
     """
@@ -54,7 +54,7 @@ def round_to_k_blocks(values: Tensor, dtype: DType, importance: Tensor | None = 
 
 def size_weights(values: Tensor, dtype: DType, importance: Tensor | None) -> Tensor:
     """Return weights of the squared errors of values (M, values of a block), from their sizes as in ggml."""
-    if importance is not None:  # of the size of a value within its block too
+    if importance is not None:  # times a factor for the size of a value within its block
         return importance * (2 * values.square().mean(1, keepdim=True) + values.square()).sqrt()
     if not dtype.has_minimums:
         return values.square()
@@ -63,7 +63,7 @@ def size_weights(values: Tensor, dtype: DType, importance: Tensor | None) -> Ten
 
 
 def pack_blocks(codes: Tensor, blocks: Blocks, dtype: DType) -> Tensor:
-    """Pack codes (M, values of a block) from `dtype.minimum` on and the numbers of their blocks: (M, bytes) uint8."""
+    """Pack codes (M, values of a block), which start at `dtype.minimum`, with scales and minimums: (M, bytes) uint8."""
     unsigned = (codes.to(torch.int16) - int(dtype.minimum)).to(torch.uint8)
     return torch.cat([part.to(torch.uint8) for part in _PACK[dtype.name](unsigned, blocks)], dim=1)
 
@@ -82,8 +82,8 @@ def pack_q6_k(codes: Tensor, scales: Tensor, step: Tensor) -> Tensor:
 
 
 def _fields(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
-    """Pack small numbers (M, n) into bytes (M, n / len(shifts)) in runs: of each run of bytes, first the numbers in the
-    low bits of all its bytes, then those above.
+    """Pack small numbers (M, n) into bytes (M, n / len(shifts)) in runs: of each run of bytes, the first numbers go to
+    the lowest field of all its bytes, the next numbers to the field above, and so on.
     """
     fields = values.reshape(len(values), -1, len(shifts), run)
     moved = fields << torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1)
@@ -139,7 +139,7 @@ def _q6_k(codes: Tensor, blocks: Blocks) -> list[Tensor]:
 
 
 def _free(blocks: Blocks) -> Tensor:
-    """Return scale and minimum of Q4_1 and Q5_1, which add the minimum where K types subtract it."""
+    """Return the bytes of scale and minimum of Q4_1 or Q5_1; these types add the minimum, K types subtract it."""
     assert blocks.offset is not None and blocks.minimums is not None
     return _half(blocks.step, -blocks.offset * blocks.minimums)
 

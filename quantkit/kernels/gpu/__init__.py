@@ -28,7 +28,7 @@ FAMILIES = {
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-_replaced: dict[tuple[str, int | None], str] = {}  # family and number of the device: why torch does its work
+_replaced: dict[tuple[str, int | None], str] = {}  # why torch replaces a family, keyed by it and device number
 _measuring = 0  # while more than 0, no family is replaced
 
 
@@ -67,7 +67,7 @@ def module(name: str, device: torch.device) -> Any:
 
 def why_replaced(family: str, device: torch.device) -> str | None:
     """Return why torch replaces a kernel family on a device; None if it does not."""
-    # Asked before every launch, and mostly empty: then the device need not be looked up.
+    # Called before every launch. The table is mostly empty, and then the device need not be looked up.
     return _replaced.get((family, _number(device))) if _replaced else None
 
 

@@ -44,7 +44,7 @@ class TritonAttention:
         # Kernels read channels as neighbours; tokens and heads may have any strides.
         query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in states)
         states, views = (query, key, value), self._views
-        # A fixed batch cannot be left to torch, which asks the host.
+        # A fixed batch cannot fall back to torch, which reads lengths on the host.
         otherwise = None if batch.is_fixed else self._otherwise
         attempt: Callable[..., Any] = partial(gpu.attempt, "attention", query.device)
         if otherwise is None:

@@ -54,14 +54,14 @@ class Tile:
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# 64 rows are as many as registers hold the sums of, and those of one group beside them.
+# 64 rows are the most for which registers hold the sums and, beside them, the sums of one group.
 _TILES = {
     8: Tile(rows=8, columns=128, warps=4, stages=3),
     16: Tile(rows=16, columns=128, warps=4, stages=3),
     32: Tile(rows=32, columns=128, warps=8, stages=3),
     64: Tile(rows=64, columns=128, warps=8, stages=3, programs=1),
 }
-# Where the tensor cores take their second operand from registers too.
+# On these chips, tensor cores take their second operand from registers too.
 _TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(rows=64, columns=64, warps=4, stages=3)}
 MOST_TILE_ROWS = max(_TILES)
 
@@ -105,11 +105,11 @@ def page_tile(
         quantized, halved: whether keys or values are quantized; whether two of their channels share a byte.
     """
     wide = head_dim > 128
-    # Two tiles on their way while one is worked on, where shared memory holds them and a second program.
+    # With three stages, two tiles are loaded during work on a third, if shared memory holds them and a second program.
     stages = 3 if chip in _ROOMY and (single or not wide) else 2
     columns = min(page_size, 32 if wide else 64)
     if single:
         return Tile(rows=16, columns=columns, warps=8 if wide else 4, stages=stages)
-    # The registers hold the sums of all rows, and of codes also the numbers made of them.
+    # The registers hold the sums of all rows and, for codes, also the numbers that they are converted to.
     crowded = wide if quantized and not halved else head_dim > 64 and halved
     return Tile(rows=32 if crowded else 64, columns=columns, warps=8 if head_dim > 64 else 4, stages=stages)

@@ -21,14 +21,15 @@ from quantkit.kernels.gpu.gates import GATES, outputs_of, store_gated
 from quantkit.kernels.gpu.packed_blocks import add_tile_packed
 from quantkit.kernels.gpu.packing import PackedWeight
 
-# Guesses; packed weights have the tiles of `choices`.
+# For unquantized weights. These tiles are guesses; packed weights use the tiles of `choices`.
 _DENSE_TILES = (
     Tile(rows=16, columns=64, warps=4, stages=4),
     Tile(rows=32, columns=64, warps=4, stages=4),
     Tile(rows=64, columns=128, warps=8, stages=3),
     Tile(rows=128, columns=128, warps=8, stages=3),
 )
-_BLOCKS_AT_ONCE = 8  # of rows, that go through all outputs before the next ones: what they read stays in the L2 cache
+# So many blocks of rows go through all outputs before the next blocks start: what they read stays in the L2 cache.
+_BLOCKS_AT_ONCE = 8
 
 
 @triton.jit
@@ -148,7 +149,7 @@ def multiply_tiles(
         activation: a key of `gates.GATES` for the first product; None = the second product.
         weights: (T, k) float32, factors on the rows of the second product.
     Returns:
-        (P, I) or (P, N), rows by pair, dtype of x.
+        (P, I) or (P, N), one row per pair, dtype of x.
     """
     num_experts, outputs = weight.words.shape[0], weight.shape[0]
     tile = _tile(-(-len(order) // num_experts), weight)
@@ -172,6 +173,6 @@ def _tile(rows: int, weight: PackedWeight) -> Tile:
     """Return the smallest tile that holds `rows`, the average number of rows per expert; otherwise the largest."""
     if weight.scale is not None:
         chip = capability(weight.words.device)
-        # Before Hopper the gathered rows of 64 need more registers than there are.
+        # Before Hopper, 64 gathered rows need more registers than there are.
         return product_tile(min(rows, 32 if 0 < chip < 90 else MOST_TILE_ROWS), chip)
     return next((tile for tile in _DENSE_TILES if rows <= tile.rows), _DENSE_TILES[-1])

@@ -53,7 +53,7 @@ class TritonExperts:
         together = attempt("experts", x.device, self.run, x, chosen, weights, shared, shared_score)
         if together is not None:
             return together
-        # One expert after another where Triton refuses; the host reads which ones are chosen.
+        # If Triton refuses, experts run one after another; the host reads which ones are chosen.
         share = 1 if shared_score is None else shared_score.sigmoid()
         out = torch.zeros_like(x) if shared is None else shared * share
         return reference.run_each(x, chosen, weights, [partial(self._expert, i) for i in range(scores.shape[1])], out)
@@ -118,7 +118,7 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
                 return f"experts are stored in several ways: expert {number} differs from those before it"
             cast(Tensor, stacked[index].outer)[number] = weight.outer
             for whole, one in zip(stacked[index].tensors, weight.tensors, strict=True):
-                # One by one: a layer's experts twice over might not fit the device.
+                # One by one, because two copies of all experts of a layer might not fit the device.
                 if whole is not None and one is not None:
                     whole[number].copy_(one)
     return TritonExperts(stacked[0], stacked[1], activation, tuple(facts))

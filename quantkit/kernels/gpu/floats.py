@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# The interpreter knows no assembler and has no arithmetic for bfloat16; what it computes in its place is the same.
+# The interpreter has neither assembler nor bfloat16 arithmetic; other code computes the same results there.
 INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
-_SIGNS: tl.constexpr = tl.constexpr(-2147450880)  # 0x80008000: of both halves of a word
+_SIGNS: tl.constexpr = tl.constexpr(-2147450880)  # 0x80008000: sign bits of both halves of a word
 _E4M3: tl.constexpr = tl.constexpr(0x3F803F80)
 _E2M1: tl.constexpr = tl.constexpr(0x0E000E00)
 

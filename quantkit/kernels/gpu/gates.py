@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 GATES = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1}
-"""Supported gate activations: the kernels' number of each, by its name in config.json."""
+"""The kernels' number of each supported gate activation, keyed by its name in config.json."""
 
 
 @triton.jit

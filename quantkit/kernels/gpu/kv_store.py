@@ -7,8 +7,8 @@ device. A second launch after attention stores keys that are quantized per chann
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, R that rotate, S tokens per page.
 
 Storing before attention is safe, because attention reads only earlier positions from the cache and takes new tokens
-from `key` and `value`. Shared pages are never written. Rejected drafts are overwritten like any position from the
-step's first one on. Padding of a captured batch has slots of -1 and stores nothing.
+from `key` and `value`. Shared pages are never written. A later step overwrites rejected drafts, because it
+stores all positions from its first new one on. Padding of a captured batch has slots of -1 and stores nothing.
 
 Keys with scales per channel stay in the sequence's residual window, in 16 bits, until their page is complete. Attention
 reads the window before this step's update, so their launch comes after it. One program quantizes each page that the
@@ -286,7 +286,7 @@ def store_keys(key: Tensor, views: KVViews, batch: ForwardBatch) -> Tensor:
     """
     layout, constants = views.layout, page_constants(views)
     size, lengths = layout.page_size, zip(batch.context_lengths, batch.query_lengths, strict=True)
-    # One at least, whose program stores the newest keys where no page becomes complete.
+    # At least one, because its program stores the newest keys even if no page becomes complete.
     pages = max(max(length // size - (length - new) // size, 1) for length, new in lengths)
     _store_keys_kernel[pages, layout.num_heads, len(batch.query_lengths)](
         key, views.key_residual, batch.residual_rows, batch.query_starts, batch.positions, batch.page_table,

@@ -3,7 +3,7 @@
 """Small operations of a block in one launch each: norms that also add the residual, and gated activations.
 
 If all linears that read an output want 8-bit inputs, the same launch also quantizes it. The kernels compute in float32
-and round where `reference.ops` rounds. `None` means that no kernel takes the tensors.
+and round where `reference.ops` rounds. A function returns None if no kernel takes the tensors.
 Shapes: T tokens, K features, H heads.
 """
 

@@ -35,14 +35,14 @@ NUMBERS, E4M3_BYTES, EXPONENT_BYTES = 0, 1, 2
 """Storage types of scales: floats, e4m3 bytes under a common scale, or exponent bytes. Bytes are uint8."""
 
 FACTOR_BITS = {INTEGER: 0, E4M3: 8, E2M1: 14}
-"""Exponent of the power of two by which the kernels' decoded numbers are too small, by kind of field. Scales include
-it.
+"""Exponent of the power of two by which the kernels' decoded numbers are too small, keyed by kind of field. Scales
+include this power.
 """
 
 _FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int5": 8, "int6": 8, "int8": 8}
 _FIELD_BITS |= {"fp8": 8, "mxfp8": 8, "nvfp4": 4, "mxfp4": 4}
 _MANTISSA_AND_SIGN, _INFINITY = -0x7F800001, 0x7F800000
-_LARGEST_SCALE = 2.0**100  # of floats: their scales are made larger
+_LARGEST_SCALE = 2.0**100  # for float types, whose scales are raised by FACTOR_BITS
 _SPANS = (32, 16, 8)
 _ROWS_AT_ONCE = 4096
 
@@ -135,8 +135,8 @@ class PackedWeight:
 
 
 def find_span(weight: QuantizedTensor) -> int | None:
-    """Return the number of words per block that wastes least and fits the groups; the largest of several. None = none
-    fits.
+    """Return the number of words per block that fits the groups with least padding, the largest of equals; None if the
+    kernels cannot take the weight.
     """
     if weight.scheme.dtype.name not in _FIELD_BITS or weight.group_index is not None:
         return None
@@ -146,14 +146,14 @@ def find_span(weight: QuantizedTensor) -> int | None:
     fields = 32 // _FIELD_BITS[weight.scheme.dtype.name]
     fitting = [span for span in _SPANS if groups == 1 or _fit(width // groups, span, fields)]
     padded = {span: -(-width // (fields * span)) * fields * span for span in fitting}
-    # Padding is read at every step, so beyond that the weight is better off with other kernels.
+    # Padding is read at every step, so with more than a quarter of it, other kernels are better.
     if not padded or min(padded.values()) > 1.25 * width:
         return None
     return min(fitting, key=lambda span: (padded[span], -span))
 
 
 def _fit(group: int, span: int, fields: int) -> bool:
-    """Whether groups consist of whole pieces and start at the same pieces in every block where kernels apply scales."""
+    """Whether groups consist of whole pieces, and either blocks of whole groups or groups of whole blocks."""
     block = span * fields
     return group % (2 * span) == 0 and (block % group == 0 or group % block == 0)
 
@@ -206,7 +206,7 @@ def _fields(codes: Tensor, bits: int, kind: int) -> Tensor:
         return codes.to(torch.int32) + (1 << (bits - 1))
     if kind == E4M3:
         return codes.view(torch.uint8).to(torch.int32)
-    # The values of e2m1 as e4m3, which has the exponent 6 higher and two more mantissa bits; 0.5 is no subnormal there.
+    # Codes are e2m1 values stored as e4m3: its exponent field is 6 higher, with two more mantissa bits; 0.5 is normal.
     byte = codes.view(torch.uint8).to(torch.int32)
     return torch.where(byte & 0x7F == 0x30, 1, ((byte & 0x7F) - 0x30 >> 2).clamp_min(0)) | byte >> 7 << 3
 
@@ -217,7 +217,7 @@ def _stored_scale(weight: QuantizedTensor, kind: int) -> tuple[Tensor, int]:
     if kind == INTEGER:
         return (scale if scale.dtype.itemsize == 2 else scale.float()), NUMBERS
     if kind == E4M3:
-        # The bits of NaN become 480 in the kernels, see `floats`; what they are scaled with makes them NaN again.
+        # The kernels decode NaN codes as 480, see `floats`; a scale of NaN makes them NaN again.
         broken = (weight.codes.view(torch.uint8) & 0x7F == 0x7F).reshape(*scale.shape, -1).any(-1).to(scale.device)
         scale = torch.where(broken, torch.nan, scale)
     single = scale.float()

@@ -39,7 +39,7 @@ FP8_CAPABILITY = 90
 but triton 3.6 emits a Hopper instruction for it.
 """
 
-_BY_HAND = 256.0  # e4m3 dequantized by hand is so many times too small
+_BY_HAND = 256.0  # e4m3 decoded by moving bits is this many times too small
 
 
 @triton.jit
@@ -185,10 +185,10 @@ def attend(
     kinds = [array.scheme.dtype for array in (views.key, views.value)]
     shape, chip = (layout.head_dim, layout.page_size), capability(query.device)
     tile = choices.page_tile(*shape, chip, single=single, quantized=layout.scheme.is_quantized, halved=INT4 in kinds)
-    # No more than there are tokens for, so that drafts do not run as long as prompts; tensor cores take 16.
+    # No more rows than the tokens need, so that drafts run shorter than prompts; tensor cores take at least 16.
     rows = max(16, lanes, min(tile.rows, power_of_two(most) * lanes))
     merged, programs = lanes if single else rows, -(-most // (rows // lanes))
-    # By what the table has room for, not by lengths: those of a recorded graph are not known here.
+    # Splits follow the capacity of the page table, because the lengths of a captured graph are not known here.
     tiles, tokens = programs * layout.num_heads * count, batch.page_table.shape[1] * layout.page_size
     splits = splits_of_cache(tiles, tokens, choices.page_tile(*shape, chip, single=True), query.device)
     constants = _constants(states, views, options)

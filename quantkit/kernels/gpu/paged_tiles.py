@@ -26,13 +26,13 @@ from quantkit.kernels.gpu.floats import INTERPRETED, half_of_e4m3
 from quantkit.kernels.layouts import KVViews, PagedArray
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
-# As the kernels number them: a scale of the tensor or head is fixed, others are stored.
+# The kernels' numbers of KV types and granularities: scales per tensor or head are fixed, others are stored.
 _KINDS: dict[DType | None, int] = {None: 0, FP8: 1, INT8: 2, INT4: 3}
 _GRANULARITIES = {"tensor": 0, "head": 0, "token": 1, "channel": 2}
 
 
 def residual_strides(views: KVViews) -> tuple[int, ...]:
-    """Return the strides of the residual windows by row, head and slot."""
+    """Return the strides of the residual windows along rows, heads and slots."""
     return (0, 0, 0) if views.key_residual is None else views.key_residual.stride()[:3]
 
 
@@ -40,12 +40,12 @@ def page_constants(views: KVViews) -> dict[str, int]:
     """Return the compile-time constants of kernels that read or write pages."""
     constants = {"PAGE": views.layout.page_size, "RESIDUAL": max(1, views.layout.residual_tokens)}
     for side, array in (("K", views.key), ("V", views.value)):
-        # Elements of a stored row: half the channels where two share a byte.
+        # Elements of a stored row: half the channels if two share a byte.
         width = views.layout.head_dim // 2 if array.scheme.dtype is INT4 else views.layout.head_dim
         constants[f"{side}_KIND"] = _KINDS[array.scheme.dtype]
         constants[f"{side}_GRANULARITY"] = 0 if array.scheme.dtype is None else _GRANULARITIES[array.scheme.granularity]
         constants[f"{side}_WIDTH"] = width
-        constants[f"{side}_BLOCK"] = max(16, power_of_two(width))  # what tensor cores take
+        constants[f"{side}_BLOCK"] = max(16, power_of_two(width))  # the least that tensor cores take
     return constants
 
 
@@ -66,7 +66,7 @@ def _ones(heads: int, device: torch.device) -> Tensor:
 
 
 def strides(views: KVViews) -> tuple[tuple[int, ...], ...]:
-    """Return strides of codes by page, head and token, and of scales by page and head: keys, then values."""
+    """Return strides of codes along pages, heads and tokens, of scales along pages and heads: keys, then values."""
     return tuple(
         of
         for array in (views.key, views.value)

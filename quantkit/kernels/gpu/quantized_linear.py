@@ -4,7 +4,7 @@
 |--------------------------------|---------------|------------------------------------------------------------|
 | INT8 per output, INT8          | packed        | `torch._int_mm` where it takes the shape                   |
 | FP8 per output, FP8            | packed        | `torch._scaled_mm` where there is one for chip and shape   |
-| all others, these without one  | packed        | packed up to 256, then dequantized, inputs as 16 bits      |
+| others, and these if none fits | packed        | packed up to 256, then dequantized, inputs as 16 bits      |
 
 Unquantized inputs are quantized in one launch; a norm or gate may also pass inputs that are already quantized.
 Shapes: T tokens, N outputs, K inputs.
@@ -35,19 +35,19 @@ from quantkit.kernels.types import (
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-_WIDEST = 65536  # of sums of products of bytes in 32 bits
+_WIDEST = 65536  # most inputs for which products of bytes can be summed in 32 bits
 _QUANTIZED = ("int8", "fp8")
 
 
 def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> ActivationQuantization | None:
-    """Return how inputs are quantized, ignoring groups; None if not to 8 bits with numeric scales."""
+    """Return how inputs are quantized, ignoring groups; None if not to int8 or fp8, or if a fixed scale is missing."""
     if activation.dtype.name not in _QUANTIZED:
         return None
     if activation.dynamic:
         return ActivationQuantization(name=activation.dtype.name)
     if weight.input_scale is None:
         return None
-    # Without numbers, as when kernels are only compiled, any step has the same code.
+    # If kernels are only compiled, tensors are on the meta device, without numbers; every step gives the same code.
     step = 1.0 if weight.input_scale.is_meta else weight.input_scale.float().item()
     return ActivationQuantization(name=activation.dtype.name, step=step)
 
@@ -78,7 +78,7 @@ class PackedLinear(Linear):
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
         """See `Linear`."""
-        # cuBLAS has no gates, so with it they are a launch of their own whoever asks.
+        # With more rows, cuBLAS multiplies: it has no gates, so they need a launch of their own.
         if activation not in GATES or not 0 < len(x) <= TILE_LIMIT:
             return None
         inputs = x.to(self._dtype).contiguous()
@@ -128,7 +128,7 @@ class Int8Linear(_QuantizedInputsLinear):
         super().__init__(source, quantization, packing.unpacked(source.weight), torch.float32)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        # Few rows come without the padding where Triton refused the packed product.
+        # If Triton refused the packed product, the few rows lack the padding.
         missing = int_mm_rows(len(rows)) - len(rows.codes)
         codes = functional.pad(rows.codes, (0, 0, 0, missing)) if missing > 0 else rows.codes
         sums = torch._int_mm(codes, self._codes.t())[: len(rows)]
@@ -148,7 +148,7 @@ class FP8Linear(_QuantizedInputsLinear):
 
 
 class PackedQuantizedLinear(_QuantizedInputsLinear):
-    """Any packed weight. For many rows, dequantize codes and weight to 16 bits and multiply these."""
+    """Any packed weight, quantized inputs. With many rows, both are dequantized to 16 bits and then multiplied."""
 
     most_packed_rows = TILE_LIMIT
 
@@ -162,7 +162,7 @@ class PackedQuantizedLinear(_QuantizedInputsLinear):
 
 
 def _round_groups(x: Tensor, group: int, quantization: ActivationQuantization) -> Tensor:
-    """Quantize inputs to 8 bits by groups and dequantize to 16 bits, since sums run over whole rows."""
+    """Quantize inputs to 8 bits in groups and dequantize them to 16 bits, because kernels sum over whole rows."""
     if len(x) == 0:
         return x
     return dequantize_rows(quantize_rows(x.contiguous().view(-1, group), quantization), x.dtype).view(x.shape)

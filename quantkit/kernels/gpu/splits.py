@@ -50,6 +50,6 @@ def counters(device: torch.device) -> Tensor:
     return _counters_of(device, stream)
 
 
-@functools.cache  # never given up: graphs keep the address
+@functools.cache  # never freed: captured graphs keep the address
 def _counters_of(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)

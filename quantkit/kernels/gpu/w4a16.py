@@ -146,7 +146,7 @@ def multiply(
     (count, width), outputs = x.shape, weight.shape[0]
     tile = choices.product_tile(count, capability(x.device))
     columns, row_tiles = -(-outputs // tile.columns), -(-count // tile.rows)
-    # So no more tiles are split than there are counters for.
+    # This limit ensures that no more tiles are split than there are counters.
     programs = min(tile.programs * num_processors(x.device), MOST_TILES)
     splits = splits_of(columns * row_tiles, weight.num_blocks, programs)
     out = torch.empty(count, outputs if gate is None else outputs // 2, dtype=dtype, device=x.device)

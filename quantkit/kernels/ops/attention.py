@@ -49,7 +49,7 @@ class Stepwise:
 def paged_attention(views: KVViews) -> PagedAttention:
     """Return the fastest attention for a layer's pages."""
     if views.layout.rope_dim or views.layout.sinks:
-        return Stepwise(TorchAttention(views))  # of these there is no other
+        return Stepwise(TorchAttention(views))  # no other kernel supports these
     on_gpu, fused = gpu.module("attention", views.pool.device), None
     if on_gpu and on_gpu.can(views):
         fused = on_gpu.TritonAttention(views, otherwise=Stepwise(TorchAttention(views)))

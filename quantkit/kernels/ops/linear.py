@@ -79,7 +79,7 @@ def _prepared(source: LinearSource) -> Linear | None:
     ordered = None if weight.group_index is None else _sort_groups(weight)
     if ordered is None:
         return None
-    # Groups of neighbours are what kernels read; reordering the inputs of a step is cheaper than an index per weight.
+    # Kernels read groups of neighbouring inputs. Reordering a step's inputs is cheaper than an index for every weight.
     order = ordered[1].to(source.device)
     return WrappedLinear(_quantized(dataclasses.replace(source, weight=ordered[0])), lambda x: x.index_select(1, order))
 
@@ -107,13 +107,13 @@ def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | No
     if len(counts) != num_groups or bool((counts != len(index) // num_groups).any()):
         return None
     order = torch.argsort(index, stable=True)
-    # As bytes, since torch indexes no FP8 everywhere.
+    # As bytes, because torch cannot index FP8 on every device.
     codes = weight.codes.view(torch.uint8)[:, order].view(weight.codes.dtype)
     return dataclasses.replace(weight, codes=codes, group_index=None), order
 
 
 def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | QuantizedTensor | None:
-    """Concatenate weights that read the same input along their outputs, so that one product serves them all.
+    """Concatenate weights along their outputs. They read the same input, so one product then serves them all.
 
     Args:
         weights: each (N_i, K), e.g. of q, k and v, or of gate and up.
@@ -127,7 +127,7 @@ def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | Quan
     if len({_kind(weight) for weight in quantized}) != 1:
         return None
     joined, outer = join_rows(quantized), {_number(weight.global_scale) for weight in quantized}
-    # Without a common one kernels keep the scales of groups as numbers.
+    # Without a common global scale, kernels keep the scales of groups as float numbers.
     return joined if len(outer) == 1 else dataclasses.replace(joined, global_scale=None)
 
 
@@ -152,7 +152,7 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
     """Combine the experts of a layer into one module.
 
     Args:
-        experts: yields gate with up, and down, of each expert; each is freed after use.
+        experts: yields two linears of each expert, gate with up, and down; each is freed after use.
         count: E.
         activation: activation of the gate.
     Returns:

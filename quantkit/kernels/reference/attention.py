@@ -82,7 +82,7 @@ def _gather(views: KVViews, batch: ForwardBatch, span: Span, first: int, dtype: 
         latents = _read(views.key, pages, dtype)[:, first - origin : span.cached - origin]
         return latents, latents[..., views.layout.rope_dim :]
     values = _read(views.value, pages, dtype)[:, first - origin : span.cached - origin]
-    # Keys before this position are in pages: all, or those of pages that were quantized when they became complete.
+    # Keys before this position are in pages: all keys or, with a residual window, those of complete pages.
     paged = span.cached if views.key_residual is None else max(span.cached // size * size, first)
     keys = []
     if paged > first:
@@ -115,7 +115,7 @@ def page_keys(views: KVViews, pages: Tensor) -> Tensor:
 
 
 def _read_residual(residual: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
-    """Return (Hkv, stop - start, D) for positions start..stop from a sequence's residual window."""
+    """Return the keys (Hkv, stop - start, D) of positions start..stop from a sequence's residual window."""
     slots = torch.arange(start, stop, device=residual.device) % residual.shape[2]
     return residual[row.expand(stop - start), :, slots].transpose(0, 1)
 
@@ -129,7 +129,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
     if length == total and (options.window is None or options.window >= total):
         causal: Tensor = sdpa(query[None], key[None], value[None], is_causal=True, enable_gqa=True)
         return causal[0]
-    # The query heads of one key head as further queries: keys are read once, not once per query head.
+    # The query heads of one key head become further queries, so keys are read once, not once per query head.
     groups = query.shape[0] // key.shape[0]
     mask = None if length == 1 else seen_by(length, total, options.window, query.device).repeat(groups, 1)
     grouped = query.reshape(1, key.shape[0], groups * length, query.shape[2])

@@ -1,6 +1,6 @@
 """Mixture of experts: choice of experts per token, and their combined output. Any device.
 
-Experts run one after another, each on the tokens that chose it; the host reads their number.
+Experts run one after another, each on the tokens that chose it; the host reads how many tokens chose it.
 Shapes: T tokens, H hidden width, E experts, k of them for each token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral).
 """
@@ -54,7 +54,7 @@ def choose_experts(
         by_group = preferences.view(len(scores), experts.num_groups, -1)  # (T, G, E / G)
         best = by_group.topk(1 if experts.group_rule == "best" else 2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(best).scatter_(1, best.topk(experts.chosen_groups, dim=-1).indices, 1.0)
-        # V2 fills with zeros, which only differs where all that is left is worth less than zero: softmax never is.
+        # DeepSeek-V2 fills with zeros. That differs only if preferences are below zero, which softmax never gives.
         preferences = by_group.masked_fill(kept.unsqueeze(-1) == 0, -torch.inf).flatten(1)
     chosen = preferences.topk(experts.num_chosen, dim=-1).indices if chosen is None else chosen
     weights = likely.gather(1, chosen)

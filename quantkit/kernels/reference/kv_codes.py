@@ -1,7 +1,7 @@
 """Quantization of keys and values to FP8, INT8 and INT4 codes with scales and zeros, and back. Plain torch, any device.
 
-Scales and zeros are fp16, rounded so that they still cover the range (zero down, scale up), and codes are computed from
-the rounded ones. So an error is at most half a step for any range. A code's value is code * scale + zero. INT8 codes
+Scales and zeros are fp16, rounded so that they still cover the range (zero down, scale up), and codes are computed with
+the rounded values. So an error is at most half a step for any range. A code's value is code * scale + zero. INT8 codes
 are signed and have no zero. INT4 codes are 0..15, packed as drawn in `layouts`. Shapes: ... any, D channels.
 """
 

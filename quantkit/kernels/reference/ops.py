@@ -39,7 +39,7 @@ def _rotate_(states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Non
     half = cos.shape[-1]
     rotated = states[..., : 2 * half]  # (T, H, R)
     first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
-    # Both before either is written, because each reads the other.
+    # Computed before either is written, because each needs the other's old values.
     turned = first * cos - second * sin, second * cos + first * sin
     first.copy_(turned[0])
     second.copy_(turned[1])
@@ -149,7 +149,7 @@ def quantize_tokens(x: Tensor, scheme: ActivationScheme) -> tuple[Tensor, Tensor
     single = x.float()
     scale = single.abs().amax(dim=-1, keepdim=True) / kind.half_range
     finite = scale.isfinite()
-    # Of a row of zeros, where 0 / 0 would be NaN.
+    # For a row of zeros, 0 / 0 would be NaN.
     scale = torch.where(finite & (scale == 0), torch.finfo(torch.float32).eps, scale)
     codes = torch.where(finite, single / scale, 0.0).clamp_(kind.minimum, kind.maximum)
     codes = codes.round_() if kind.kind == "int" else codes.to(kind.storage).float()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantkit.kernels.transfer import send
 
-# Below this a logit over the temperature may be infinite, and the likeliest token no longer stands out.
+# At lower temperatures, logit / temperature may be infinite, and the likeliest token no longer stands out.
 COLDEST = 1e-30
 """Lowest temperature; lower ones are raised to it."""
 
@@ -97,7 +97,7 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
         size = logits.shape[-1]
         limits = [min(draw.top_k or size, size) for draw in draws]
         counts, shares = _column(device, limits, np.int64), _column(device, [draw.top_p for draw in draws])
-        # Whether few were enough is a question to the device, and the host does not wait for a GPU here.
+        # To check whether few tokens are enough, the host would have to wait for a GPU, so a GPU sorts all tokens.
         few = size if not logits.is_cpu else max([_FEW, *(limit + 1 for limit in limits if limit < size)])
         width = min(size, few)
         return _nucleus(scaled, bound, counts, shares, width)
@@ -105,7 +105,10 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
 
 
 def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens (R, C) that top-k, then top-p keep, none below `least` (R, 1); the likeliest `width` first."""
+    """Return logits and ids (R, C) of the likeliest tokens, `width` of them if that is enough.
+
+    Logits are -inf for tokens that top-k, then top-p exclude, and for logits below `least` (R, 1).
+    """
     size = scaled.shape[-1]
     total = scaled.logsumexp(-1, keepdim=True)
     while True:
@@ -118,7 +121,7 @@ def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tenso
         reached = (chances.cumsum(-1) - chances >= shares) & (shares < 1)
         kept = (~reached & (rank < counts)) | (rank == 0)
         bound = values.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-        # Few tokens will do when the last of them is out in every row: then whoever ties with the bound is in.
+        # Few tokens are enough if the last of them is excluded in every row: then they include all ties with the bound.
         if width == size or bool((values[:, -1:] < bound).all()):
             bound = bound if least is None else torch.maximum(bound, least)
             return values.masked_fill(values < bound, -torch.inf), ids

@@ -15,9 +15,7 @@ from quantkit.models.linear_sets import MLA_SETS
 
 
 def known() -> dict[str, Family]:
-    """Return the families by name. Each file defines one `FAMILY`, named like the file, or several `FAMILIES`
-    by name.
-    """
+    """Return the families, keyed by name. A file defines `FAMILY`, named like the file, or a dictionary `FAMILIES`."""
     return dict(_read(tuple(__path__)))
 
 
@@ -31,11 +29,11 @@ def _read(folders: tuple[str, ...]) -> dict[str, Family]:
 
 
 def supported() -> dict[str, Family]:
-    """Return the families by the class names in `architectures` of config.json."""
+    """Map each class name in `architectures` of config.json to its family."""
     return {name: data for data in known().values() for name in data.hf_names}
 
 
-# By `model_type`: what is known of these is that they are not what their names suggest.
+# Why quantkit refuses a model, keyed by `model_type`: these models differ from the family that their name suggests.
 _REFUSED = {"deepseek_v41": "unlike DeepSeek-V4, its layers share caches and look up n-gram tables"}
 
 
@@ -45,7 +43,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise ModelError(f"config.json: model_type {config['model_type']!r} is not supported: {why}")
 
 
-# transformers runs these by a known family's class, out of files that give its tensors names of their own.
+# Model types that transformers runs with a known family's class, although their files use other tensor names.
 _RENAMED = ("exaone", "sarvam_moe")
 
 
@@ -93,7 +91,7 @@ def find_language_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str,
     return find(config), config
 
 
-# What no file describes is counted as if it were Llama, with latent attention and experts as DeepSeek has them.
+# Planning counts a model that no file describes like a Llama, which may have DeepSeek's latent attention and experts.
 UNKNOWN = Family(
     linear_sets=tuple(replace(group, optional=True) for group in (*MLA_SETS, *Family(experts=SHARED_EXPERTS).sets)),
     window=Window(rule="upper", switch="use_sliding_window"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantkit.models.family import Biases, Family, Multipliers, Parts, QueryKeyNorm, Rope, Window
 
-# Cohere Command R: attention and MLP side by side behind one norm without bias, neighbours rotated together.
+# Cohere Command R: attention and MLP in parallel after one norm without bias; RoPE pairs neighbouring channels.
 COHERE = Family(
     hf_names=("CohereForCausalLM",),
     parts=Parts(mlp_norm=None),
@@ -19,7 +19,7 @@ COHERE = Family(
 
 FAMILIES = {
     "cohere": COHERE,
-    # Cohere Command R7B and A: Cohere where three layers of four have a window, and only those have positions.
+    # Cohere Command R7B and A: Cohere with a window in three of four layers, and positions only in these layers.
     "cohere2": replace(
         COHERE,
         hf_names=("Cohere2ForCausalLM",),

@@ -29,12 +29,12 @@ _GGUF = GGUFNames(
     },
     is_written=False,
 )
-# DeepSeek-V2: multi-head latent attention, dense first layers, then experts with shared ones beside them.
+# DeepSeek-V2: multi-head latent attention, dense first layers, then routed and shared experts.
 DEEPSEEK_V2 = Family(
     hf_names=("DeepseekV2ForCausalLM",),
     latent=True,
     rope=Rope(interleaved=True),
-    # Weights of the chosen are never made to sum to one here, whatever config.json says.
+    # The weights of the chosen experts are never normalized, whatever config.json says.
     experts=replace(SHARED_EXPERTS, normalize=False, groups="best", scale="routed_scaling_factor", exact=True),
     defaults={
         **SIZES,
@@ -45,7 +45,7 @@ DEEPSEEK_V2 = Family(
     },
     gguf=_GGUF,
 )
-# DeepSeek-V3 and R1: DeepSeek-V2 with experts chosen by sigmoid scores, a bias on each, and in groups.
+# DeepSeek-V3 and R1: DeepSeek-V2 with groups of experts, chosen by sigmoid scores plus a bias per expert.
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     hf_names=("DeepseekV3ForCausalLM",),
@@ -68,7 +68,7 @@ DEEPSEEK_V3 = replace(
 FAMILIES = {
     "deepseek-v2": DEEPSEEK_V2,
     "deepseek-v3": DEEPSEEK_V3,
-    # DeepSeek-V3.2, counted only: DeepSeek-V3 with an indexer that picks which entries of the cache a query reads.
+    # DeepSeek-V3.2, only for planning: DeepSeek-V3 with an indexer that picks which entries of the cache a query reads.
     "deepseek-v32": Family(latent=True, experts=BALANCED_EXPERTS, defaults={"index_head_dim": 128}, native=False),
     # dots.llm1: norms on queries and keys, dense first layers, then experts as in DeepSeek-V3.
     "dots1": Family(
@@ -100,7 +100,7 @@ FAMILIES = {
         rope=Rope(interleaved="rope_interleave"),
         defaults={**SIZES, "tie_word_embeddings": True},
     ),
-    # GLM-4.7 Flash: DeepSeek-V3 with its groups of experts put together.
+    # GLM-4.7 Flash: DeepSeek-V3 without groups of experts.
     "glm4-moe-lite": replace(
         DEEPSEEK_V3,
         hf_names=("Glm4MoeLiteForCausalLM",),

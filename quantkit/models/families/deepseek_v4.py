@@ -22,7 +22,7 @@ from quantkit.models.tensors import LayerTensors, Matrix
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128, "sliding_attention": 0}
 _NORMS = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
 _SHARED = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
-# What published files call the parts, in the order in which they are renamed.
+# Patterns in the names of published files, and their replacements, in the order in which they are applied.
 _RENAMED = (
     (r"^(layers|embed|norm|hc_head)", r"model.\1"),
     (r"^head\.", "lm_head."),
@@ -64,14 +64,14 @@ def published_names(names: Sequence[str]) -> StoredNames | None:
 
 def _own_name(name: str) -> str:
     if name.startswith("mtp."):
-        return name  # layers that draft: copied, never read
+        return name  # layers for multi-token prediction, which quantkit copies but never uses
     for pattern, replacement in _RENAMED:
         name = re.sub(pattern, replacement, name)  # type: ignore[arg-type]  # a string or a function, each fits
     return name
 
 
 def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
-    """Attention of one layer, and its tensors but norms and experts."""
+    """Return the attention of one layer, and the layer's tensors except its norms and experts."""
     attention = _attention(read, index)
     hidden, heads, width = read.count("hidden_size"), attention.num_heads, attention.key_dim
     rank, groups, out_rank = read.count("q_lora_rank"), read.count("o_groups"), read.count("o_lora_rank")
@@ -106,7 +106,7 @@ def compressed_block(read: ConfigReader, index: int) -> LayerTensors:
         vectors["mlp.gate.e_score_correction_bias"] = (read.count("num_experts"),)
     streams = read.count("hc_mult")
     rows = (2 + streams) * streams
-    for mixing in ("attn_hc", "ffn_hc"):  # of the residual streams, before attention and before the experts
+    for mixing in ("attn_hc", "ffn_hc"):  # mixing of the residual streams
         vectors |= {f"{mixing}.fn": (rows, streams * hidden), f"{mixing}.base": (rows,), f"{mixing}.scale": (3,)}
     return LayerTensors(matrices=matrices, vectors=vectors, attention=attention)
 
@@ -136,8 +136,9 @@ def _attention(read: ConfigReader, index: int) -> AttentionShape:
 
 
 def _layer_type(read: ConfigReader, index: int) -> str:
-    """Return a layer's type: from `layer_types`, from `compress_ratios`, or by the family's rule, ratios 128, 128, then
-    128 and 4 in turn."""
+    """Return a layer's type: from `layer_types`, else `compress_ratios`, else the family's rule: ratio 4 in layers 3,
+    5, 7, ..., and 128 in all others.
+    """
     types, ratios = read.get("layer_types"), read.get("compress_ratios")
     by_ratio = {ratio: name for name, ratio in _RATES.items()}
     if isinstance(types, list):
@@ -156,7 +157,7 @@ def _layer_type(read: ConfigReader, index: int) -> str:
 
 
 def _compressor(name: str, width: int, attention: AttentionShape, hidden: int, vectors: Vectors) -> Sizes:
-    """Return the tensors that compress tokens: two projections, a bias per slot and a norm. For
+    """Return the sizes of the two projections that compress tokens; add a bias per slot and a norm to `vectors`. For
     overlapping entries (csa), projections and biases are twice as wide.
     """
     vectors[f"self_attn.{name}.position_bias"] = (attention.ratio, attention.series * width)
@@ -175,7 +176,7 @@ _ATTENTION = (
             *(f"{owner}.{part}_proj" for owner in (_COMPRESSOR, _INDEXER) for part in ("kv", "gate")),
             f"{_INDEXER}.scorer.weights_proj",
         ),
-        optional=True,  # as what is beside it is
+        optional=True,
     ),
     LinearSet(
         linears=("self_attn.q_b_proj", f"{_INDEXER}.q_b_proj"),
@@ -185,7 +186,7 @@ _ATTENTION = (
     ),
     LinearSet(linears=("self_attn.o_b_proj",), source="self_attn.o_a_proj", parent="self_attn.o_b_proj"),
 )
-# What an expert multiplies is clamped, so no scale passes through to down.
+# Experts clamp gate and up before their product, so up cannot absorb down's scale.
 _EXPERTS = Experts(
     up=("mlp.experts.{expert}.w1", "mlp.experts.{expert}.w3"),
     down="mlp.experts.{expert}.w2",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantkit.models.family import SHARED_EXPERTS, Biases, Family, Rope
 
-# ERNIE 4.5, dense: Llama with neighbours rotated together.
+# ERNIE 4.5, dense: Llama whose rotary embedding pairs neighbouring channels.
 ERNIE4_5 = Family(
     hf_names=("Ernie4_5ForCausalLM",),
     biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),

@@ -12,11 +12,11 @@ _SEPARATE = Parts().qkv
 _BEFORE, _RELU = (("do_layer_norm_before", True),), (("activation_function", "relu"),)
 
 FAMILIES = {
-    # BLOOM: ALiBi instead of positions, q, k and v in one projection, a norm behind the embedding.
+    # BLOOM: ALiBi instead of positions, q, k and v in one projection, a norm after the embedding.
     "bloom": Family(
         hf_names=("BloomForCausalLM",),
         **inside("transformer", layers="h", embedding="word_embeddings", final_norm="ln_f"),
-        # Where the residual stream starts behind the norm, a scale in the norm would change it.
+        # If the residual connection starts after the norm, a scale in the norm would change the residual stream.
         linear_sets=(
             LinearSet(linears=_QKV, source="input_layernorm", parent="self_attention", when=_PLAIN),
             LinearSet(linears=_QKV, source=None, parent="self_attention"),
@@ -33,11 +33,11 @@ FAMILIES = {
         outside={f"transformer.word_embeddings_layernorm.{part}": ("hidden_size",) for part in ("weight", "bias")},
         mlp_ratio=4,
     ),
-    # Falcon: q, k and v in one projection; attention and MLP side by side behind one norm or two, or one after another.
+    # Falcon: q, k and v in one projection; attention and MLP in parallel after one or two norms, or in turn.
     "falcon": Family(
         hf_names=("FalconForCausalLM",),
         **inside("transformer", layers="h", embedding="word_embeddings", final_norm="ln_f"),
-        # The first that fits counts: two norms, then the halves one after another, then one norm for both.
+        # The first match applies: parallel after two norms, one after the other, or parallel after one norm.
         linear_sets=(
             LinearSet(linears=_QKV, source="ln_attn", parent="self_attention", optional=True),
             LinearSet(linears=_QKV, source="input_layernorm", parent="self_attention", when=_OLD_IN_TURN),
@@ -73,7 +73,7 @@ FAMILIES = {
         defaults={"tie_word_embeddings": True},
         mlp_ratio=4,
     ),
-    # OPT: learned positions, layer norms, biases, ReLU; the 350M model alone has its norms behind attention and MLP.
+    # OPT: learned positions, layer norms, biases, ReLU; only the 350M model has its norms after attention and MLP.
     "opt": Family(
         hf_names=("OPTForCausalLM",),
         **inside("model.decoder", layers="layers", embedding="embed_tokens", final_norm="final_layer_norm"),
@@ -81,7 +81,7 @@ FAMILIES = {
             LinearSet(linears=_SEPARATE, source="self_attn_layer_norm", parent="self_attn", when=_BEFORE),
             LinearSet(linears=_SEPARATE, source=None, parent="self_attn"),
             LinearSet(linears=("self_attn.out_proj",), source="self_attn.v_proj", parent="self_attn.out_proj"),
-            # There is no module around the MLP; its output is found in the layer's.
+            # No module contains the MLP, so its parent is the layer.
             LinearSet(linears=("fc1",), source="final_layer_norm", parent="", when=_BEFORE),
             LinearSet(linears=("fc1",), source=None, parent="fc1"),
             # A positive scale passes through a ReLU.
@@ -107,7 +107,7 @@ FAMILIES = {
         biases=Biases(qkv="enable_bias", output="enable_bias", mlp="enable_bias"),
         outside={
             "model.decoder.embed_positions.weight": ("max_position_embeddings", "hidden_size"),
-            "model.decoder.embed_positions.before": (2, "hidden_size"),  # of the two rows before the first position
+            "model.decoder.embed_positions.before": (2, "hidden_size"),  # two rows precede the first position
         },
     ),
 }

@@ -39,7 +39,7 @@ GEMMA2 = Family(
 )
 
 FAMILIES = {
-    # Gemma: norms that add one to their weight, embeddings times the root of the width, heads wider than their share.
+    # Gemma: norms that add one to their weight, embeddings times sqrt(hidden_size), and independent head_dim.
     "gemma": Family(
         hf_names=("GemmaForCausalLM",),
         norm_offset=1.0,
@@ -50,7 +50,7 @@ FAMILIES = {
         gguf=GGUFNames(name="gemma"),
     ),
     "gemma2": GEMMA2,
-    # Gemma 3, text only: Gemma 2 with norms on queries and keys, and two wavelengths: one for layers with a window.
+    # Gemma 3, text only: Gemma 2 with norms on queries and keys, and another RoPE base in layers with a window.
     "gemma3": replace(
         GEMMA2,
         hf_names=("Gemma3ForCausalLM",),

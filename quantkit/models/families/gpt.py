@@ -33,7 +33,7 @@ GPT2 = Family(
     mlp_ratio=4,
     gguf=GGUFNames(name="gpt2", numbers=_NUMBERS, rotary=False),
 )
-# GPT-J: attention and MLP side by side behind one layer norm.
+# GPT-J: attention and MLP in parallel after one layer norm.
 GPTJ = Family(
     hf_names=("GPTJForCausalLM",),
     **inside("transformer", layers="h", embedding="wte", final_norm="ln_f"),
@@ -72,7 +72,7 @@ FAMILIES = {
         gguf=None,
     ),
     "gptj": GPTJ,
-    # CodeGen: GPT-J with q, v and k in one projection, a quarter of each after another, as on four devices.
+    # CodeGen: GPT-J with one projection in four blocks (once one per device); a block has a quarter of q, v and k each.
     "codegen": replace(
         GPTJ, hf_names=("CodeGenForCausalLM",), parts=replace(GPTJ.parts, qkv=("attn.qkv_proj",), qkv_blocks=4)
     ),

@@ -5,7 +5,7 @@ from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
 
 FAMILY = Family(
     hf_names=("GptOssForCausalLM",),
-    # The up outputs are clamped and get one added before the product, so no scale passes through to down.
+    # The model clamps the outputs of up and adds 1 before the product with the gate, so up cannot absorb down's scale.
     experts=Experts(
         router="mlp.router", transposed=True, interleaved=True, width="intermediate_size", bias=True, smooth_down=False
     ),

@@ -46,7 +46,7 @@ GRANITE = Family(
         is_written=False,
     ),
 )
-# Granite with experts in place of the MLP, which are stored in two tensors for a layer.
+# Granite with experts in place of the MLP; files store a layer's experts in two tensors.
 GRANITEMOE = replace(
     GRANITE,
     hf_names=("GraniteMoeForCausalLM",),
@@ -56,7 +56,7 @@ GRANITEMOE = replace(
     stored_tensors={"block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight"},
     defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
 )
-# Granite with experts, and beside them an MLP that every token passes.
+# Granite with routed experts and a shared expert.
 GRANITEMOESHARED = replace(
     GRANITEMOE,
     hf_names=("GraniteMoeSharedForCausalLM",),
@@ -69,7 +69,7 @@ FAMILIES = {
     "granitemoe": GRANITEMOE,
     "granitemoeshared": GRANITEMOESHARED,
     # Granite 4 hybrids: Mamba 2 in most layers, attention mostly without positions, Granite's constants.
-    # The MLP that every token passes is the only one, or stands beside experts.
+    # The shared MLP is the only one, or there are also routed experts.
     "granitemoehybrid": replace(
         GRANITEMOESHARED,
         hf_names=("GraniteMoeHybridForCausalLM",),
@@ -80,7 +80,7 @@ FAMILIES = {
         rope=Rope(layers="named"),
         defaults={**GRANITEMOESHARED.defaults, **MAMBA_DEFAULTS, "shared_intermediate_size": 1024},
     ),
-    # HyperCLOVA X: Granite with norms after attention and MLP, and logits multiplied in place of divided.
+    # HyperCLOVA X: Granite with norms after attention and MLP, and logits multiplied by `logits_scaling`, not divided.
     "hyperclovax": replace(
         GRANITE,
         hf_names=("HyperCLOVAXForCausalLM",),
@@ -89,7 +89,7 @@ FAMILIES = {
         multipliers=replace(GRANITE.multipliers, logits="logits_scaling", logits_divisor=None),
         defaults=dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
     ),
-    # Bamba: Mamba 2 in most layers, attention with half of each head rotated in those that are listed.
+    # Bamba: Mamba 2 in most layers; in those that config.json lists, attention with half of each head rotated.
     "bamba": Family(
         hf_names=("BambaForCausalLM",),
         final_norm="model.final_layernorm",

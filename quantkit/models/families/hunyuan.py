@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantkit.models.family import BALANCED_EXPERTS, Experts, Family, QueryKeyNorm, Rope
 
-# HunYuan dense: Llama with norms on queries and keys behind the rotation.
+# HunYuan dense: Llama with norms on queries and keys after the rotation.
 HUNYUAN = Family(
     hf_names=("HunYuanDenseV1ForCausalLM",),
     model_types=("hunyuan_v1_dense",),
@@ -16,7 +16,7 @@ _SHARED = "mlp.shared_mlp"
 
 FAMILIES = {
     "hunyuan": HUNYUAN,
-    # HunYuan with experts in every layer, and beside them an MLP that every token passes.
+    # HunYuan with routed experts and a shared expert in every layer.
     "hunyuan-moe": replace(
         HUNYUAN,
         hf_names=("HunYuanMoEV1ForCausalLM",),
@@ -33,7 +33,7 @@ FAMILIES = {
         keys={"num_experts_per_tok": "moe_topk"},
         defaults={**HUNYUAN.defaults, "num_experts": 1, "moe_topk": 1},
     ),
-    # HunYuan 3: norms on queries and keys, dense first layers, then experts chosen by balanced sigmoids, scaled.
+    # HunYuan 3: norms on queries and keys, dense first layers, then experts with a bias each on sigmoid scores.
     "hy-v3": Family(
         hf_names=("HYV3ForCausalLM",),
         qk_norm=QueryKeyNorm(),

@@ -7,7 +7,7 @@ from quantkit.models.stored_names import GGUF_NUMBERS, GGUFNames
 
 # Llama: the family whose names are the defaults.
 LLAMA = Family(
-    # The others are Llama under names of their own.
+    # The other two classes are Llama under another name.
     hf_names=("LlamaForCausalLM", "InternLM3ForCausalLM", "IQuestCoderForCausalLM"),
     keys={"attention_bias": "qkv_bias"},
     not_native=("clip_qkv",),
@@ -45,8 +45,7 @@ FAMILIES = {
         },
         gguf=None,
     ),
-    # Apertus: Llama with an MLP of xIELU without a gate, norms on queries and keys, and names of its own for its
-    # norms.
+    # Apertus: Llama with an xIELU MLP without a gate, norms on queries and keys, and other names for its norms.
     "apertus": Family(
         hf_names=("ApertusForCausalLM",),
         parts=Parts(
@@ -92,7 +91,7 @@ FAMILIES = {
             },
         },
     ),
-    # Helium: Llama with neighbours rotated together.
+    # Helium: Llama whose rotary embedding pairs neighbouring channels.
     "helium": Family(
         hf_names=("HeliumForCausalLM",),
         rope=Rope(theta=100_000.0, interleaved=True),
@@ -131,7 +130,7 @@ FAMILIES = {
         biases=Biases(output="attention_out_bias"),
         defaults={"attention_bias": True, "head_dim": 128},
     ),
-    # SmolLM3: Llama where every fourth layer does without positions.
+    # SmolLM3: Llama without positions in every fourth layer.
     "smollm3": Family(
         hf_names=("SmolLM3ForCausalLM",),
         window=Window(rule="none", switch="use_sliding_window"),
@@ -152,7 +151,7 @@ FAMILIES = {
         },
         biases=Biases(qkv="use_bias", output="use_bias", mlp="use_bias"),
     ),
-    # StableLM: layer norms, a quarter of each head rotated; by switches a norm for every head and a parallel residual.
+    # StableLM: layer norms, a quarter of each head rotated; optionally, a norm per head and a parallel residual.
     "stablelm": Family(
         hf_names=("StableLmForCausalLM",),
         # With a parallel residual one norm feeds both attention and MLP.

@@ -20,7 +20,7 @@ MIXTRAL = Family(
     rope=Rope(theta=1_000_000.0),
     experts=_EXPERTS,
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
-    # A llama with experts.
+    # llama.cpp treats Mixtral as a llama with experts.
     gguf=GGUFNames(
         name="llama",
         interleaved=True,
@@ -32,7 +32,7 @@ MIXTRAL = Family(
 
 FAMILIES = {
     "mixtral": MIXTRAL,
-    # MiniMax-M2: norms over all queries and all keys, half of each head rotated, experts chosen by balanced sigmoids.
+    # MiniMax-M2: norms over all queries and all keys, half of each head rotated, a bias per expert on sigmoid scores.
     "minimax-m2": replace(
         MIXTRAL,
         hf_names=("MiniMaxM2ForCausalLM",),

@@ -16,7 +16,7 @@ FAMILY = Family(
     hf_names=("NemotronHForCausalLM",),
     **inside("model", layers="layers", embedding="embeddings", final_norm="norm_f"),
     stored_prefix="backbone.",
-    # Experts that read less than the hidden states come with two linears more.
+    # With `moe_latent_size`, two more linears project the experts' input and output; this family does not have them.
     only=_reads_hidden_states,
     keys={"layer_types": "layers_block_type", "hidden_activation": "mlp_hidden_act"},
     parts=Parts(
@@ -54,7 +54,7 @@ FAMILY = Family(
         bias="use_bias",
         norm_groups="n_groups",
         activation="mamba_hidden_act",
-        least_step="time_step_min",  # which transformers applies to prompts, and forgets when it decodes
+        least_step="time_step_min",  # transformers applies it to prompts, but not when decoding
     ),
     rope=Rope(layers="named"),
     defaults=(

@@ -16,7 +16,7 @@ OLMO2 = Family(
     qk_norm=QueryKeyNorm(over="projection"),
     defaults={"rms_norm_eps": 1e-5},
 )
-# EXAONE 4: OLMo 2 with norms on each query and key head; with windows, only layers that have one have positions.
+# EXAONE 4: OLMo 2 with norms on each query and key head; in models with windows, other layers have no positions.
 EXAONE4 = replace(
     OLMO2,
     hf_names=("Exaone4ForCausalLM",),
@@ -35,7 +35,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5},
     ),
     "olmo2": OLMO2,
-    # OLMo 3: OLMo 2 with a window in three layers of four, whose wavelengths are never scaled.
+    # OLMo 3: OLMo 2 with a window in three of four layers; the wavelengths of these layers are never scaled.
     "olmo3": replace(
         OLMO2,
         hf_names=("Olmo3ForCausalLM",),

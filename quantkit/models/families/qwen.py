@@ -12,8 +12,8 @@ EXPERTS = Experts(
     shared_gate="mlp.shared_expert_gate",
     shared_width="shared_expert_intermediate_size",
 )
-# Qwen3.5 without images: gated delta nets in three of four layers, gated attention in the fourth, norms near
-# zero.
+# Qwen3.5 without images: gated delta nets in three of four layers, gated attention in the fourth, norms that add one to
+# their weight.
 QWEN3_5 = Family(
     hf_names=("Qwen3_5ForCausalLM",),
     model_types=("qwen3_5_text",),
@@ -31,7 +31,7 @@ QWEN3_5 = Family(
 )
 
 FAMILIES = {
-    # Qwen2: Llama with biases on q, k and v; the biases stay as they are, that of v shrinks with its smoothing scale.
+    # Qwen2: Llama with biases on q, k and v. Smoothing divides the bias of v by the scale and leaves the others.
     "qwen2": Family(
         hf_names=("Qwen2ForCausalLM",),
         window=Window(rule="upper", switch="use_sliding_window"),
@@ -39,7 +39,7 @@ FAMILIES = {
         biases=Biases(qkv=True),
         gguf=GGUFNames(name="qwen2"),
     ),
-    # Qwen2-MoE: Qwen2 with experts, and one more that every token sees, weighed by a gate of its own.
+    # Qwen2-MoE: Qwen2 with routed experts and a shared expert, which has its own gate.
     "qwen2-moe": Family(
         hf_names=("Qwen2MoeForCausalLM",),
         window=Window(rule="even_lower", switch="use_sliding_window"),
@@ -56,7 +56,7 @@ FAMILIES = {
             is_written=False,
         ),
     ),
-    # Qwen3: Llama with a norm on each query and key head, which sits behind q and k and so changes nothing here.
+    # Qwen3: Llama with a norm on each query and key head. It follows q and k, so the sets of linears are Llama's.
     "qwen3": Family(
         hf_names=("Qwen3ForCausalLM",),
         qk_norm=QueryKeyNorm(),
@@ -79,7 +79,7 @@ FAMILIES = {
         ),
     ),
     "qwen3-5": QWEN3_5,
-    # Qwen3.5-MoE without images: Qwen3.5 with experts beside one that every token sees; the chosen always sum to one.
+    # Qwen3.5-MoE without images: Qwen3.5 with routed experts, whose weights always sum to 1, and a shared expert.
     "qwen3-5-moe": replace(
         QWEN3_5,
         hf_names=("Qwen3_5MoeForCausalLM",),
@@ -87,8 +87,7 @@ FAMILIES = {
         experts=replace(EXPERTS, normalize=True),
         wrapper=Wrapper(hf_names=("Qwen3_5MoeForConditionalGeneration",)),
     ),
-    # Qwen3-Next: gated delta nets whose projections take turns head by head, experts beside one that every token
-    # sees.
+    # Qwen3-Next: Qwen3.5 with fused projections ordered by head, routed experts and a shared expert.
     "qwen3-next": replace(
         QWEN3_5,
         hf_names=("Qwen3NextForCausalLM",),

@@ -1,10 +1,10 @@
-"""Compare two evaluations item by item: what changed, its significance, and how much a change of dtype alone would
-cause.
+"""Compare two evaluations item by item: what changed, whether it is significant, and how much a change of dtype alone
+would change.
 
-The noise floor of a number is the change of the original's result when it computes in another dtype: the larger of the
-observed change and the change that as many changed items would cause by chance if gains and losses were equally
-likely. A difference within the noise floor is called noise, whatever its p-value, in both directions: a recovery of
-101 % may be noise too.
+The noise floor of a number is how much the original's result changes when the original computes in another dtype. It is
+the larger of two changes: the observed one, and the one that the same number of changed items would cause by chance if
+gains and losses were equally likely. A difference within the noise floor is called noise, whatever its p-value, in both
+directions: a recovery of 101 % may be noise too.
 """
 
 import math
@@ -27,7 +27,7 @@ from quantkit.results.statistics.paired import (
 ALL_TASKS = "all tasks"
 ANSWER_LENGTH = "answer length"
 BEHAVIOUR = "behaviour"
-LENGTH_BAND = (0.90, 1.10)  # answers outside it cost or lose something whatever their score, as in MLPerf Inference
+LENGTH_BAND = (0.90, 1.10)  # mean answer length relative to the original's; limits as in MLPerf Inference
 SIGNIFICANCE = 1 - CONFIDENCE
 
 
@@ -57,7 +57,7 @@ def compare_evaluations(
         for text in value.perplexity
         if (original := _find_text(baseline, text)) is not None
     ]
-    # A mean needs one direction and pairs: where lower is better a loss counts as a gain.
+    # The mean covers only tasks with pairs in which higher is better: in others, a loss would count as a gain.
     mean = _compare_mean([triple for triple in shared if triple[0].higher_is_better and _paired(*triple[:2])])
     return (*([mean] if mean else []), *tasks, *texts, *behaviour, *(length for length in lengths if length))
 
@@ -65,7 +65,7 @@ def compare_evaluations(
 def _compare_behaviour(
     value: EvaluationResult, baseline: EvaluationResult, noise: EvaluationResult | None
 ) -> list[Comparison]:
-    """Rates of sampled behaviour, which no mean over tasks counts, and the length of the answers."""
+    """Compare rates of sampled behaviour, which are not part of the mean over tasks, and the lengths of the answers."""
     before, again = ({rate.task: rate for rate in each.behaviour} if each else {} for each in (baseline, noise))
     pairs = [(rate, before[rate.task]) for rate in value.behaviour if rate.task in before]
     rates = [compare_task(rate, other, again.get(rate.task)) for rate, other in pairs]
@@ -107,13 +107,13 @@ def compare_perplexity(
     value: PerplexityResult, baseline: PerplexityResult, noise: PerplexityResult | None = None
 ) -> Comparison:
     """Compare the perplexity of one text, window by window: Student's t on the logarithm of the ratio."""
-    # Tested as a logarithm, which is a mean over tokens and nearly normal; a perplexity itself is skewed.
+    # The test uses the logarithm of perplexity, which is a mean over tokens and nearly normal; perplexity is skewed.
     mean, reach, p_value = _log_ratio(value, baseline)
     before, after = baseline.perplexity, value.perplexity
     floor = None
     if noise is not None:
         shift, spread, _ = _log_ratio(noise, baseline)
-        # Back from the log-ratio to a difference of perplexities, the unit of a floor. One window has no spread.
+        # Convert the log-ratio to a difference of perplexities, the unit of the floor. A single window has no spread.
         floor = before * math.expm1(abs(shift) if math.isinf(spread) else max(abs(shift), spread))
     known = not math.isinf(reach)
     result = PairedResult(
@@ -123,7 +123,7 @@ def compare_perplexity(
         low=before * _expm1(mean - reach) if known else None,
         high=before * _expm1(mean + reach) if known else None,
         p_value=p_value,
-        # Recovery of a perplexity is the original's over the model's, hence the sign.
+        # The recovery is the original's perplexity divided by the model's, hence the sign.
         ratio=math.exp(-mean),
         ratio_low=math.exp(-(mean + reach)) if known else None,
         ratio_high=math.exp(-(mean - reach)) if known else None,
@@ -135,7 +135,8 @@ def compare_perplexity(
 
 
 def _log_ratio(value: PerplexityResult, baseline: PerplexityResult) -> tuple[float, float, float | None]:
-    """Return the difference of the negative log-likelihood per token, half of its 95 % interval, and its p-value.
+    """Return the difference of the negative log-likelihood per token, half the width of its 95 % interval, and its
+    p-value.
 
     Windows are the independent units. The result is a ratio estimator, because windows differ in their number of
     tokens.
@@ -165,7 +166,7 @@ def _find_text(evaluation: EvaluationResult, text: PerplexityResult) -> Perplexi
 
 
 def _common_samples(value: TaskResult, baseline: TaskResult) -> list[tuple[SampleRecord, SampleRecord]]:
-    """Return pairs of the samples that both models answered, the original's first, in order."""
+    """Return, in order, a pair for each item that both models answered: the original's sample, then the model's."""
     before, after = ({sample.index: sample for sample in result.samples} for result in (baseline, value))
     pairs = [(before[index], after[index]) for index in sorted(before.keys() & after.keys())]
     for one, other in pairs:
@@ -178,7 +179,7 @@ def _common_samples(value: TaskResult, baseline: TaskResult) -> list[tuple[Sampl
 
 
 def _paired(value: TaskResult, baseline: TaskResult) -> Pairs | None:
-    """Return the scores of the items that both models answered, the original's first; None if samples were not kept."""
+    """Return the original's and the model's scores of the items that both answered; None if samples were not kept."""
     common, metric = _common_samples(value, baseline), value.metric
     return ([b.scores[metric] for b, _ in common], [v.scores[metric] for _, v in common]) if common else None
 
@@ -191,7 +192,7 @@ def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
     changes = [[v - b for b, v in zip(*pairs, strict=True)] for pairs in known]
     shift = abs(math.fsum(math.fsum(change) / len(change) for change in changes)) / len(changes)
     spread = math.sqrt(math.fsum(math.fsum(c * c for c in change) / len(change) ** 2 for change in changes))
-    # A shift may be zero by luck while many items flip; the spread is what so many flips give by chance.
+    # The shift may be zero by luck although many items flip. The spread is the shift that so many flips make by chance.
     return max(shift, NORMAL.inv_cdf(0.5 + CONFIDENCE / 2) * spread / len(changes))
 
 
@@ -252,7 +253,7 @@ def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
 
 
 def _verdict(difference: float, p_value: float | None, floor: float | None, *, higher_is_better: bool) -> Verdict:
-    # Before the p-value: a significant change that arithmetic alone makes is no effect of the compression.
+    # Checked before the p-value: a change that the dtype alone can cause is no effect of the compression.
     if floor is not None and abs(difference) <= floor and difference != 0:
         return "noise"
     if p_value is None or p_value >= SIGNIFICANCE:

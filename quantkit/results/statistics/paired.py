@@ -27,8 +27,8 @@ def bisect(function: Callable[[float], float], low: float, high: float, *, steps
     """Return the point where a decreasing function changes sign.
 
     Args:
-        function: positive at `low`, negative at `high`. If it has one sign everywhere, the end nearer to zero is
-            returned.
+        function: positive at `low`, negative at `high`. If it has one sign everywhere, the result is the end where its
+            value is nearer to zero.
         low, high: ends of the interval to search.
         steps: number of halvings; 80 reach the precision of a float.
     """
@@ -117,7 +117,8 @@ class PairedResult:
         baseline, value: means over items, then over tasks.
         difference, low, high: value - baseline and its 95 % interval.
         ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None if baseline is 0.
-        p_value: two-sided p-value of no difference; None, like the interval, if no error is known.
+        p_value: two-sided p-value of the hypothesis of no difference. It and the intervals are None if no standard
+            error is known.
     """
 
     method: str
@@ -159,7 +160,7 @@ class Counts:
         estimated by maximum likelihood.
         """
         n, won, lost = self.total, self.won, self.lost
-        # The likeliest share q of lost items solves 2n q^2 + linear q + constant = 0; that of won is q + difference.
+        # The likeliest share q of lost items solves 2n q^2 + linear q + constant = 0; the share won is q + difference.
         linear = -won - lost + (2 * n - won + lost) * difference
         constant = -lost * difference * (1 - difference)
         share = (math.sqrt(max(0.0, linear * linear - 8 * n * constant)) - linear) / (4 * n)
@@ -182,7 +183,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Means, variances and covariance (divided by total - 1) of pairs of any scores; `signed`: some are negative."""
+    """Means, variances and covariance (divided by total - 1) of pairs of scores; `signed`: some scores are negative."""
 
     means: tuple[float, float]
     variances: tuple[float, float]
@@ -219,11 +220,11 @@ def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
     count = len(strata)
     baseline = math.fsum(s.means[0] for s in strata) / count
     value = math.fsum(s.means[1] for s in strata) / count
-    # Normal where all tasks are shares, as score intervals are; Student's t as soon as a variance is estimated.
+    # Normal if all tasks are right-or-wrong, as in score intervals; Student's t as soon as a variance is estimated.
     critical = student_quantile(0.5 + CONFIDENCE / 2, _freedom(strata))
 
     def gap(difference: float) -> float:
-        # Tasks have items of their own, so variances add, and that of the mean is their sum over the count squared.
+        # Tasks share no items, so variances add: the mean's variance is their sum divided by the squared count.
         variance = math.fsum(s.difference_variance(difference) for s in strata) / count**2
         return _studentize(value - baseline - difference, variance)
 
@@ -275,7 +276,7 @@ def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Mome
         raise ValueError(
             f"pairs need equally many scores on both sides, at least one; found {len(baseline)} and {len(value)}"
         )
-    # Decided by the scores and not by the metric's name: whatever is right or wrong gets the score interval.
+    # The scores decide, not the metric's name: if all are 0 or 1, the score interval is used.
     if {*baseline, *value} <= {0.0, 1.0}:
         return count_pairs(baseline, value)
     total = len(baseline)
@@ -312,7 +313,7 @@ def _interval(
             low -= estimate - low
     if high is None:
         high = 2 * max(estimate, 1e-9)
-        # A baseline near zero bounds the ratio nowhere, so the search has an end of its own.
+        # With a baseline near zero the ratio may have no upper bound, so the search stops at a fixed value.
         while gap(high) > -critical and high < 1e6:
             high *= 2
     lower = bisect(lambda x: gap(x) - critical, low, estimate) if estimate > low else low
@@ -335,7 +336,7 @@ def _freedom(strata: Sequence[Counts | Moments]) -> float:
     """Return the degrees of freedom for Student's t: those of the smallest task with scores; infinite for
     right-or-wrong items.
     """
-    # The smallest task knows its variance worst; an interval that is too wide is the safer mistake.
+    # The smallest task has the least certain variance; an interval that is too wide is the safer mistake.
     return min((max(1, s.total - 1) for s in strata if isinstance(s, Moments)), default=math.inf)
 
 

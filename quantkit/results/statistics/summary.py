@@ -1,8 +1,8 @@
 """Summarize latencies: percentiles, medians, and polynomial fits with standard errors.
 
 Percentiles are interpolated linearly between order statistics (Hyndman and Fan's type 7, the default of NumPy): for n
-sorted values, the p-th percentile lies at position (n - 1) p / 100, counted from 0. With fewer than 100 values the 99th
-lies between the two largest.
+sorted values, the p-th percentile lies at position (n - 1) p / 100, counted from 0. With fewer than 100 values, the
+99th percentile lies between the two largest.
 """
 
 import math
@@ -99,9 +99,9 @@ def fit_polynomial(points: Points, *, degree: int = 1) -> PolynomialFit | None:
     residuals = [y - first.at(x) for x, y in points]
     centre = statistics.median(residuals)
     spread = NORMAL_PER_MAD * statistics.median(abs(r - centre) for r in residuals)
-    # Where over half of the points lie on the curve the spread is zero, and any limit drops all others.
+    # If more than half of the points lie on the curve, the spread is zero, and a finite limit would drop all others.
     limit = centre + OUTLIER_DEVIATIONS * spread if spread else math.inf
-    # Upwards only: a stall adds time, and nothing makes a step faster than it is.
+    # Drop only points above the curve: a stall adds time, and nothing makes a step faster.
     kept = [point for point, residual in zip(points, residuals, strict=True) if residual <= limit]
     if len(kept) == len(points) or not _are_enough(kept, degree):
         return first
@@ -109,7 +109,7 @@ def fit_polynomial(points: Points, *, degree: int = 1) -> PolynomialFit | None:
 
 
 def _are_enough(points: Points, degree: int) -> bool:
-    # One point more than coefficients, or no residual is left to estimate errors from.
+    # At least one point more than coefficients: otherwise no residual is left to estimate errors from.
     return len(points) >= degree + 2 and len({x for x, _ in points}) > degree
 
 
@@ -121,7 +121,7 @@ def fit_gaps(run: BenchmarkRun) -> PolynomialFit | None:
 def least_squares(points: Points, degree: int, *, num_dropped: int = 0) -> PolynomialFit:
     """Fit a polynomial to all points; there must be enough of them."""
     size, scale = degree + 1, max(abs(x) for x, _ in points) or 1.0
-    powers = [[(x / scale) ** i for i in range(size)] for x, _ in points]  # scaled: the normal equations stay tame
+    powers = [[(x / scale) ** i for i in range(size)] for x, _ in points]  # scaled, for well-conditioned equations
     rows = [(row, y) for row, (_, y) in zip(powers, points, strict=True)]
     normal = [[math.fsum(row[i] * row[j] for row in powers) for j in range(size)] for i in range(size)]
     moment = [math.fsum(row[i] * y for row, y in rows) for i in range(size)]

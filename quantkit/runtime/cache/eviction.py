@@ -5,10 +5,10 @@ the text. Kernels read pages in list order and need no change: keys are rotated 
 head of each layer chooses which tokens to evict and first moves the tokens that it keeps out of the evicted pages; see
 `kv_cache`.
 
-Shared pages and pages in the prefix cache are never written: the sequence continues with a copy. Evicted tokens do not
-depend on other sequences in the batch. The prefix cache shares only pages before the first possible eviction, because
-later keys and values depend on evicted tokens. A sequence recomputed after preemption evicts the same tokens at the
-same points as before: a new choice could differ through rounding.
+Shared pages and pages in the prefix cache are never written: the sequence continues with a copy. The choice of tokens
+does not depend on other sequences in the batch. The prefix cache shares only pages before the first possible eviction,
+because later keys and values depend on evicted tokens. A sequence recomputed after preemption evicts the same tokens at
+the same points as before: a new choice could differ through rounding.
 """
 
 import sys
@@ -24,7 +24,7 @@ NEVER = sys.maxsize
 
 
 class Evictor:
-    """Evicts tokens of sequences from the cache. *Mutable*: keeps counts.
+    """Evicts tokens of sequences from the cache. *Mutable*: counts the evicted pages.
 
     Args:
         budget: KV budget of each sequence.
@@ -61,7 +61,7 @@ class Evictor:
                 remembered.
         """
         for sequence in sequences:
-            # One that lost its pages meanwhile keeps nothing, and is not due.
+            # A sequence that was preempted meanwhile has no tokens in the cache, so it is not due.
             while self._is_due(sequence) and not self._has_own_pages(sequence):
                 preempt()
             if self._is_due(sequence):
@@ -125,7 +125,7 @@ class Evictor:
         self._remove(sequence, given_up)
 
     def _choose(self, sequence: Sequence, count: int) -> dict[int, Array]:
-        """Return the slots of the tokens to evict, by layer number and head."""
+        """Return the slots of the tokens to evict, keyed by layer number, one row per head."""
         assert self._cache is not None, "a policy reads the cache"
         layers = self._cache.keys_of(sequence.pages[: sequence.num_kept // self.budget.page_size])
         candidates = self._candidates(sequence)

@@ -55,10 +55,10 @@ class KVCache:
         max_sequences: number of rows in the residual windows.
         device: device of the pools.
     Attributes:
-        attention: by layer number: function that lets the new tokens attend to the cache and to each other, and stores
-            their keys and values.
-        states: by layer number: states of recurrent layers, which have no pages.
-        entries: by layer number: pools of layers whose entries each represent several tokens.
+        attention: functions keyed by layer number; each lets the new tokens attend to the cache and to each other, and
+            stores their keys and values.
+        states: states of recurrent layers, which have no pages, keyed by layer number.
+        entries: pools of layers whose entries each represent several tokens, keyed by layer number.
     Raises:
         ResourceError: memory is too small; the message gives the number of bytes.
     """
@@ -73,7 +73,7 @@ class KVCache:
         self.device = torch.device(device)
         paged = {n: layout for n, layout in enumerate(self.layouts) if isinstance(layout, KVLayout)}
         try:
-            # Plain bytes: a page holds codes and scales of several types, which the layout's views give their dtypes.
+            # Plain bytes: a page holds codes and scales of several types; the layout's views have their dtypes.
             self._pools = [
                 torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
                 for layout in paged.values()
@@ -140,7 +140,7 @@ class KVCache:
         Args:
             pages: complete pages of one sequence.
             given_up: slots of the pages that the sequence is about to lose.
-            evicted: (H, len(given_up)) slots of the evicted tokens, by layer number.
+            evicted: (H, len(given_up)) slots of the evicted tokens, keyed by layer number.
         """
         numbers = torch.tensor(pages, device=self.device)
         for n, slots in evicted.items():
@@ -173,7 +173,7 @@ def lowest(scores: Tensor, candidates: range, count: int) -> Array:
     """
     order = scores[:, candidates.start : candidates.stop].argsort(dim=1, stable=True)[:, :count]
     slots: Array = (order.sort(1).values + candidates.start).cpu().numpy()
-    return slots.astype(np.min_scalar_type(candidates.stop))  # many are kept for long
+    return slots.astype(np.min_scalar_type(candidates.stop))  # the smallest type: many arrays are kept for long
 
 
 def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) -> None:
@@ -191,7 +191,7 @@ def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) 
     survivors = ~holes
     survivors[:, : given_up.start] = survivors[:, given_up.stop :] = False
     holes[:, given_up.start : given_up.stop] = False
-    # Head by head and in order; a head has as many of one as of the other.
+    # Both are ordered by head and slot; each head has as many holes as survivors.
     (heads, source), (_, target) = survivors.nonzero(as_tuple=True), holes.nonzero(as_tuple=True)
     start, end = ((pages[slot // size], heads, slot % size) for slot in (source, target))
     sides = [] if views.layout.rope_dim else [views.value]

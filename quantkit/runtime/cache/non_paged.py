@@ -94,7 +94,7 @@ def runs(batch: ForwardBatch) -> Iterator[Run]:
         start, row = stop, row + count
 
 
-_BIAS = 127  # of an exponent's byte
+_BIAS = 127  # added to an exponent to store it as a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class EntryCodes:
 
 
 class EntryPool:
-    """Entries and windows of one layer. As in `StatePool`, a new sequence reads nothing. *Mutable*.
+    """Entries and windows of one layer. As in `StatePool`, rows need no clearing. *Mutable*.
 
     Args:
         layout: layout of the layer's cache.
@@ -175,7 +175,7 @@ class EntryPool:
         num_rows: maximum number of sequences that run at the same time.
         device: device of the pool.
     Attributes:
-        num_page_bytes, num_row_bytes: bytes of all pages, of all rows.
+        num_page_bytes, num_bytes: bytes of all pages, and of all rows.
     """
 
     def __init__(self, layout: EntryLayout, num_pages: int, num_rows: int, device: torch.device) -> None:
@@ -201,7 +201,7 @@ class EntryPool:
         return self._window.nbytes + self._past.nbytes
 
     def window(self, row: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the newest tokens (n, D) that the next token of a sequence of this length sees."""
+        """Return the keys (n, D) of the newest tokens that the next token of a sequence of this length sees."""
         size = self._window.shape[1]
         slots = torch.arange(max(0, length - size + 1), length, device=row.device) % size
         return self._entry.decode(self._window[row, slots], dtype)
@@ -213,7 +213,7 @@ class EntryPool:
         self._window[row, slots] = self._entry.encode(keys[-size:])
 
     def past(self, row: Tensor, length: int) -> Tensor:
-        """Return the last `past tokens` rows (n, past width) that a sequence of this length keeps for its
+        """Return the last rows (n, past width), at most `past_tokens`, that a sequence of this length keeps for its
         next entries.
         """
         size = self._past.shape[1]

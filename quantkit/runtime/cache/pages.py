@@ -18,8 +18,8 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._counts = [0] * num_pages
-        self._blank = list(range(num_pages - 1, -1, -1))  # free without a key; the last goes first
-        self._cached: dict[int, None] = {}  # free with a key, released longest ago first
+        self._blank = list(range(num_pages - 1, -1, -1))  # free pages without a key; the last is taken first
+        self._cached: dict[int, None] = {}  # free pages with a key; the one released longest ago is first
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
 
@@ -68,7 +68,7 @@ class PagePool:
     def share(self, page: int) -> None:
         """Add a reference to a page; a free page leaves the free list."""
         if self._counts[page] == 0:
-            # Only a page with a key can be shared while nobody holds it, so a free one is never among the blank.
+            # A page that nobody holds can be shared only if it has a key, so it is in `_cached`.
             del self._cached[page]
         self._counts[page] += 1
 
@@ -90,7 +90,7 @@ class PagePool:
     def publish(self, key: bytes, page: int) -> None:
         """Store the key of a referenced page's contents; do nothing if another page already has this key."""
         assert self._counts[page] > 0, f"page {page} is published but free"
-        # Two sequences may compute equal pages side by side; the second page stays nameless and is freed as blank.
+        # Two sequences may compute equal pages side by side; the second page gets no key and is freed as blank.
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key

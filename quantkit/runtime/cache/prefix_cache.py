@@ -70,7 +70,7 @@ class PrefixCache:
         sequence.num_published = len(pages)
         # Computing starts at a page border, so a page that others read is never written.
         sequence.num_computed = len(pages) * self._page_size
-        if sequence.num_preemptions == 0:  # what a preempted one finds again is mostly its own
+        if sequence.num_preemptions == 0:  # a preempted one mostly finds its own pages
             sequence.num_cached = sequence.num_computed
         self.num_hit_tokens += sequence.num_computed
         self.num_asked_tokens += len(sequence.ids)
@@ -80,7 +80,7 @@ class PrefixCache:
         full = self._whole_pages(sequence.num_computed)
         if not self.enabled or full <= sequence.num_published:
             return
-        # Whole rows of logits are asked of the model as it is now: such requests give nothing to the cache either.
+        # Requests for whole rows of logits are always computed anew, and publish no pages either.
         if sequence.params.scoring is None or not sequence.params.scoring.logits:
             for index in range(sequence.num_published, full):
                 self._pool.publish(self._key(sequence, index), sequence.pages[index])

@@ -12,8 +12,8 @@ from quantkit.models.kv_budget import KVBudget
 from quantkit.quantities import byte_size, parse_bytes
 from quantkit.runtime.config import EngineConfig
 
-_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of free memory that a pool may take unasked; the rest is for activations
-_STATELESS_TOKENS = 2**31  # a pool that only counts: the model keeps keys and values itself
+_SHARE = {"cpu": 0.5, "cuda": 0.8}  # share of free memory for the pool by default; the rest is for activations
+_STATELESS_TOKENS = 2**31  # size of a pool that only counts tokens: the model keeps keys and values itself
 
 
 def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int, device: torch.device) -> int:
@@ -29,7 +29,7 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
     """
     length = config.context_length(model_length)
     budget = config.budget_tokens(length)
-    # With a budget a sequence needs more than that only while a chunk of its prompt is computed, one after another.
+    # Sequences exceed their budget only by the prompt chunks of one step, which share its token budget.
     kept, beside = (length, 0) if budget is None else (budget, config.pages_for(min(config.token_budget, length)))
     num_pages = config.max_sequences * config.pages_for(kept) + beside
     if config.num_pages is not None or not layouts:
@@ -76,7 +76,7 @@ def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: i
             f"kv_budget is {tokens} tokens, but the KV pool holds {pooled} and needs a free page for prompts; give a "
             f"budget of {max(0, pooled - config.page_size)} or less, or a larger pool"
         )
-    # A prompt in one chunk is beyond the budget with all that it has, and must fit into the pool.
+    # While a chunk is computed, all its tokens exceed the budget, so they must fit into the rest of the pool.
     chunk = min(config.token_budget if config.chunked else length, pooled - tokens)
     return KVBudget(tokens=tokens, page_size=config.page_size, chunk=chunk, window=window)
 
@@ -97,7 +97,7 @@ class Capacity:
     def of(cls, config: EngineConfig, model_length: int, num_pages: int, budget: KVBudget | None = None) -> "Capacity":
         """Return the capacity for this context length and number of pages."""
         length = config.context_length(model_length)
-        pooled = length if budget is not None else num_pages * config.page_size  # what is over a budget is evicted
+        pooled = length if budget is not None else num_pages * config.page_size  # tokens over the budget are evicted
         return cls(num_tokens=min(length, pooled), max_length=length)
 
     def check(self, num_prompt: int, max_tokens: int | None) -> None:

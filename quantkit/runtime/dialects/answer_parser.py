@@ -2,7 +2,7 @@
 
 A call is reported when it is complete, because text that only looks like a call must stay text. The parser holds back
 only text whose meaning depends on what follows: the beginning of a marker, an open call, and whitespace that may be
-next to a call. How the text is cut into pieces changes nothing about the result.
+next to a call. The result does not depend on how the text is cut into pieces.
 """
 
 import re
@@ -21,7 +21,7 @@ _FENCE = regex.compile(r"\s*```")
 
 @dataclass(kw_only=True, slots=True)
 class AnswerParts:
-    """What a piece of an answer adds. *Mutable* while the parser fills it.
+    """Parts that a piece of text adds to an answer. *Mutable* while the parser fills it.
 
     Args:
         thinking: text of the thinking.
@@ -44,15 +44,15 @@ class AnswerParts:
 class AnswerParser:
     """Parser of one answer. *Mutable*.
 
-    Whitespace around the thinking, between content and a call, and between calls is dropped. The thinking can only be
-    the beginning of an answer. A call without markers counts if it is the beginning of the answer (in a block of code
-    or not) and names one of the tools.
+    Whitespace around the thinking, between content and a call, and between calls is dropped. Only the beginning of an
+    answer can be thinking. A call without markers counts if it is the beginning of the answer (in a block of code or
+    not) and names one of the tools.
 
     Args:
         dialect: how the model writes calls and thinking.
         is_thinking: whether the prompt has begun the thinking.
         tools: names of the tools; None = calls are text.
-        bare: whether calls without markers count; None = if the dialect has calls at all.
+        bare: whether calls without markers count; None = they count if the dialect has calls.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class AnswerParser:
         self._json_end: _JsonEnd | None = None
 
     def push(self, text: str) -> AnswerParts:
-        """Return what is certain once this text follows."""
+        """Add text to the answer; return the parts that are certain from now on."""
         self._held += text
         return self._read(is_last=False)
 
     def end(self) -> AnswerParts:
-        """Return the rest, at the end of the answer. What is not a complete call by now is content."""
+        """Return the remaining parts at the end of the answer; an incomplete call is content."""
         parts = self._read(is_last=True)
         if not self._num_calls and (self._has_content or not self._has_thinking):
             parts.content += self._spaces
@@ -108,7 +108,7 @@ class AnswerParser:
     # that more text is needed.
 
     def _read_beginning(self, is_last: bool) -> bool:
-        """Tell whether the answer begins with thinking."""
+        """Choose the next state: thinking if the answer begins with its marker, otherwise content."""
         marker, text = self._dialect.thinking[0], self._held.lstrip()
         if marker and marker.startswith(text[: len(marker)]):
             if len(text) >= len(marker):
@@ -154,7 +154,7 @@ class AnswerParser:
         return True
 
     def _read_bare(self, is_last: bool) -> bool | None:
-        """Read a call without markers; None if there is none here."""
+        """Read a call without markers; return None if the held text does not begin with one."""
         if self._in_fence and (match := _FENCE.match(self._held, partial=True)):
             if match.partial:
                 return None if is_last else False
@@ -187,7 +187,7 @@ class AnswerParser:
                 if begin.startswith(self._held[at:]) and not is_last:
                     return False
                 return self._no_call(len(start))
-        # A marker that is the beginning of the JSON belongs to it.
+        # A marker that is itself the beginning of the JSON belongs to the JSON.
         first = at if begin.startswith("{") else at + len(begin)
         body = self._held[first:]
         if self._dialect.call is None and body.strip() and body.lstrip()[0] not in "[{":
@@ -204,7 +204,7 @@ class AnswerParser:
         return False
 
     def _sizes_of(self, body: str, is_last: bool) -> tuple[list[int], bool]:
-        """Return how long a call may be, and whether nothing that follows can change this.
+        """Return the possible lengths of a call, and whether they are final, whatever text follows.
 
         Args:
             body: text behind the marker of a call.
@@ -221,7 +221,7 @@ class AnswerParser:
         sizes, at = [], body.find(dialect.end)
         while at >= 0:
             sizes.append(at)
-            # The marker may also be part of a text in the JSON.
+            # The marker may also be part of a string in the JSON.
             if dialect.parameter is not None or not _is_in_text(body[:at]):
                 return sizes, True
             at = body.find(dialect.end, at + 1)
@@ -231,7 +231,7 @@ class AnswerParser:
         return sizes, False
 
     def _call(self, calls: list[Call | None], size: int) -> bool:
-        """Report calls that were read from so many held characters; False if one is malformed."""
+        """Report the calls in the first `size` held characters; return False if there is none or one is malformed."""
         good = [call for call in calls if call is not None]
         if not good or len(good) < len(calls):
             return False
@@ -244,14 +244,14 @@ class AnswerParser:
         return True
 
     def _no_call(self, size: int) -> bool:
-        """Take the marker, of so many characters, for content."""
+        """Report the first `size` held characters, which include a marker, as content."""
         self._say(size)
         self._maybe_bare = False
         self._state = self._read_content
         return True
 
     def _say(self, size: int) -> None:
-        """Report so many held characters as content."""
+        """Report the first `size` held characters as content."""
         text, self._held = self._spaces + self._held[:size], self._held[size:]
         kept = text.rstrip() if self._reads_calls else text
         self._spaces = text[len(kept) :]
@@ -270,10 +270,10 @@ class _JsonEnd:
         self._in_text = False
 
     def find(self, text: str) -> int | None:
-        """Return where the JSON ends; None if the text is too short.
+        """Return where the JSON ends; None if its end is not in the text.
 
         Args:
-            text: begins with the JSON, and with the text of the last call.
+            text: text that begins with the JSON; it must continue the text given before.
         """
         while match := _JSON_MARKS.search(text, self._at):
             mark, at = match[0], match.end()
@@ -303,5 +303,5 @@ def _num_spaces(text: str) -> int:
 
 
 def _is_in_text(json: str) -> bool:
-    """Whether the end of some JSON is inside a text."""
+    """Whether a beginning of JSON ends inside a string."""
     return sum(match[1] is not None for match in _QUOTE.finditer(json)) % 2 == 1

@@ -1,7 +1,7 @@
 """A dialect: the markers around tool calls and thinking, and how a call is written. Torch-free.
 
-A model's dialect is the one whose texts all stand in its chat template; of several, the one with the most text. Markers
-are those of the models' chat templates; vLLM's and SGLang's tool parsers look for the same ones.
+A model's dialect is the one whose texts all occur in the model's chat template; if there are several, the one with the
+most text. Markers are those of the chat templates; vLLM's and SGLang's tool parsers look for the same ones.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 from quantkit.errors import DataError
 from quantkit.safety.untrusted import parse_object, parse_yaml, read_text
 
-# What small models often write instead of their own form: the JSON of a call alone, or in a block of code.
+# Small models often write this instead of their own form: only the JSON of a call, perhaps in a block of code.
 _BARE = re.compile(r'\s*(?:```(?:json)?\s*)?(\{\s*"name"\s*:.*?"(?:arguments|parameters)".*?)(?:```)?\s*', re.DOTALL)
 
 Call = tuple[str, dict[str, Any]]
@@ -27,10 +27,10 @@ class Dialect:
     """How a family of models writes tool calls and thinking.
 
     Args:
-        name: of the file.
-        template: texts that all stand in a chat template of this dialect.
+        name: name of the YAML file without its suffix.
+        template: texts that all occur in a chat template of this dialect.
         start: first marker of an answer that calls tools; empty = the dialect has no tool calls.
-        begin, end: markers around one call; an empty `end` = up to the next call or the end of the answer.
+        begin, end: markers around one call; empty `end` = a call extends to the next call or the end of the answer.
         stop: marker behind the last call; empty = none.
         call: pattern with the groups `name` and `arguments`; None = JSON with these keys, or a list of it.
         parameter: pattern with the groups `name` and `value` of one argument; None = the arguments are a JSON object.
@@ -50,16 +50,16 @@ class Dialect:
     example: str = ""
 
     def calls(self, text: str) -> list[Call | None]:
-        """Read the tool calls of an answer, special tokens included; None for each one that is malformed.
+        """Read the tool calls of an answer whose text includes special tokens; None for each malformed call.
 
-        An answer without markers that is nothing but the JSON of a call counts as a call.
+        An answer without markers counts as a call if it consists only of a call's JSON.
         """
         if bare := self._bare(text):
             return self.read_json(bare[1])
         return [call for body in self._bodies(text) for call in ([None] if body is None else self.read(body))]
 
     def call_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return where the tool calls of an answer begin and end, the first with the marker of all calls."""
+        """Return where each tool call of an answer begins and ends; the first begins at the marker before all calls."""
         if bare := self._bare(text):
             return [(len(text) - len(text.lstrip()), bare.end(1))]
         pattern = re.escape(self.begin) + ".*?" + (re.escape(self.end) or "$")
@@ -67,12 +67,12 @@ class Dialect:
         return [(max(0, text.find(self.start)), spans[0][1]), *spans[1:]] if spans else []
 
     def _bare(self, text: str) -> re.Match[str] | None:
-        # A marker that is the beginning of the JSON may stand there once.
+        # A marker that is itself the beginning of the JSON may occur once.
         most = 1 if self.start.startswith("{") else 0
         return _BARE.fullmatch(text) if self.begin and text.count(self.start) <= most else None
 
     def answer(self, text: str, *, is_thinking: bool = False) -> str:
-        """Return what follows the thinking; an empty text if the thinking never ends.
+        """Return the text after the thinking; an empty text if the thinking never ends.
 
         Args:
             text: an answer.
@@ -88,16 +88,16 @@ class Dialect:
         return bool(self.thinking[0]) and prompt.rstrip().endswith(self.thinking[0])
 
     def _bodies(self, text: str) -> Iterator[str | None]:
-        """What stands between the markers of each call; None where the end is missing."""
+        """Yield the text between the markers of each call; None if the end marker is missing."""
         for rest in text.split(self.begin)[1:] if self.begin else ():
             body, end, _ = rest.partition(self.end) if self.end else (rest, " ", "")
-            # A marker that is the beginning of the JSON belongs to it.
+            # A marker that is itself the beginning of the JSON belongs to the JSON.
             yield (self.begin if self.begin.startswith("{") else "") + body if end else None
 
     def read_json(self, body: str) -> list[Call | None]:
         """Read the JSON of a call, or a list of it; None for each call that is malformed."""
         try:
-            # The reader and its limits are for objects, and a list of calls is none.
+            # `parse_object`, which has limits, reads only objects, so the calls are wrapped in one.
             read = parse_object(f'{{"calls": {body}}}', self.name, DataError)
             calls = read["calls"] if isinstance(read["calls"], list) else [read["calls"]]
             return [_json_call(each) for each in calls if len(read) == 1] or [None]
@@ -105,7 +105,7 @@ class Dialect:
             return [None]
 
     def read(self, body: str) -> list[Call | None]:
-        """Read what stands between the markers of a call, see `read_json`."""
+        """Read the text between the markers of a call; returns the same as `read_json`."""
         if self.call is None:
             return self.read_json(body)
         try:
@@ -126,7 +126,10 @@ class Dialect:
 
 
 def _json_call(read: Any) -> Call | None:
-    """Name and arguments of `{"name": ..., "arguments" or "parameters": {...}}`; arguments may be JSON in a text."""
+    """Return name and arguments of `{"name": ..., "arguments" or "parameters": {...}}`.
+
+    The arguments may also be a string of JSON. Return None if the call is malformed.
+    """
     if not isinstance(read, dict) or not isinstance(read.get("name"), str):
         return None
     given = read.get("arguments", read.get("parameters", {}))
@@ -136,7 +139,7 @@ def _json_call(read: Any) -> Call | None:
 
 
 def _value(text: str) -> Any:
-    """The value of a parameter that stands between tags: JSON if it is that, else text."""
+    """Return the value of a parameter between tags: parsed if it is JSON, otherwise the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -145,12 +148,12 @@ def _value(text: str) -> Any:
 
 @functools.cache
 def dialects() -> dict[str, Dialect]:
-    """All shipped dialects by name."""
+    """Return all shipped dialects, keyed by name."""
     return {path.stem: _load(path) for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
 def find_dialect(template: str | None) -> Dialect:
-    """Return the dialect of a chat template; `plain` if it is of no other."""
+    """Return the dialect of a chat template; `plain` if no other dialect fits."""
     fitting = [each for each in dialects().values() if all(text in (template or "") for text in each.template)]
     return max(fitting, key=lambda each: sum(map(len, each.template)))
 

@@ -61,7 +61,7 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
         None if the model runs only in transformers.
     Raises:
         SchemeError: the KV type is unknown.
-        RequestError: the pool, the context length or the vocabularies do not allow the request.
+        RequestError: the pool is too small, max_length exceeds the model's context, or the draft model cannot be used.
         ModelError, CheckpointError: there is no such model.
     """
     kv_scheme(config.kv_cache)  # refuses an unknown name, whatever runs the model
@@ -99,7 +99,7 @@ def _plan_pool(
     """
     if config.kv_budget is not None:
         _check_eviction(layouts, has_draft=drafts is not None)
-    # Both caches come out of one budget and get equally many pages: a draft follows the same sequences.
+    # Both caches share one memory budget and get equally many pages: the draft model follows the same sequences.
     num_pages = size_pool([*layouts, *(drafts or ())], config, max_length, device)
     return num_pages, kv_budget(config, max_length, num_pages, window)
 
@@ -178,7 +178,7 @@ def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
         RequestError: the message says why eviction would free nothing.
     """
     if not any(isinstance(layout, KVLayout) for layout in layouts):
-        kept = "a state of one size per sequence" if layouts else "its own keys and values"
+        kept = "a state of fixed size per sequence" if layouts else "its own keys and values"
         if any(isinstance(layout, EntryLayout) for layout in layouts):
             kept = "a window and entries that each stand for several tokens"
         raise RequestError(f"kv_budget: the model keeps {kept}, which cannot be evicted; leave kv_budget out")

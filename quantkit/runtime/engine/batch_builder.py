@@ -22,8 +22,8 @@ _TABLE_STEP = 16
 
 
 def table_width(num_pages: int) -> int:
-    """Return the columns of a page table on a GPU: a multiple of 16, because Triton compiles a kernel again for other
-    strides."""
+    """Return the number of columns of a page table on a GPU: a multiple of 16, because Triton compiles a kernel again
+    for other strides."""
     return -(-num_pages // _TABLE_STEP) * _TABLE_STEP
 
 
@@ -34,7 +34,7 @@ class ScheduledChunk(NamedTuple):
         holder: sequence that the tokens belong to.
         tokens: token ids to compute, at least one.
         start: position of the first token in the sequence.
-        num_logits: return logits for this many of the last tokens.
+        num_logits: number of tokens, counted from the end, whose logits to return.
     """
 
     holder: PageHolder
@@ -58,7 +58,7 @@ class _Buffer:
         self._count = 0
 
     def first(self, count: int) -> Tensor:
-        """Return the first `count` entries; views are kept because decode steps ask for the same count repeatedly."""
+        """Return a view of the first `count` entries. The last view is cached: decode steps repeat the same count."""
         if count != self._count:
             self._view, self._count = self._tensor[:count], count
         return self._view
@@ -120,7 +120,7 @@ class BatchBuilder:
             self._text.array[:total] = self._positions.array[:total] + np.repeat(evicted, query_lengths)
             parts["text_positions"] = (self._text, total)
         num_pages = -(-max(context_lengths) // self._page_size)
-        if self._device.type == "cpu":  # views, the same ones as long as the sizes are
+        if self._device.type == "cpu":  # views, reused as long as the sizes stay the same
             table = self._rows_of(chunks, num_pages)
             tensors = (*[buffer.first(size) for buffer, size in parts.values()], torch.from_numpy(table))
         else:
@@ -140,7 +140,7 @@ class BatchBuilder:
         holder, tokens, start, _ = chunk
         start -= holder.num_evicted
         size, count = self._page_size, len(tokens)
-        # As in decode steps: the calls of numpy below cost more than these three assignments.
+        # The usual case in decode steps: the calls of numpy below cost more than these three assignments.
         if count == 1:
             self._tokens.array[at] = tokens[0]
             self._positions.array[at] = start
@@ -149,7 +149,7 @@ class BatchBuilder:
         positions = np.arange(start, start + count)
         self._tokens.array[at : at + count] = tokens
         self._positions.array[at : at + count] = positions
-        # A page's number times its size may exceed the 32 bits of the table.
+        # A page number times the page size may exceed the 32 bits of the table.
         page = self._table[holder.row, positions // size].astype(np.int64)
         self._slots.array[at : at + count] = page * size + positions % size
 

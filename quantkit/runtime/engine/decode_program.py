@@ -1,9 +1,9 @@
 """Decode steps of a CPU as one native call: the model's layers, recorded once as a list of kernel calls.
 
 Between the kernels of a small model, Python takes as long as the kernels themselves. `record` walks a model once and
-notes what `NativeModel.forward` would call; `kernels.cpu.program` then runs all of it in C, with the same bits. It
-covers dense decoders with RMS norms and gated feed-forward layers, and refuses everything else here: their steps run
-layer by layer, as do steps with prompt tokens or drafts.
+notes the kernels that `NativeModel.forward` would call; `kernels.cpu.program` then runs them all in C, with the same
+bits. This covers dense decoders with RMS norms and gated feed-forward layers. `record` refuses other models; their
+steps run layer by layer, as do steps with prompt tokens or drafts.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class DecodeProgram:
     """Runs decode steps of a model and its cache; it grows with the largest batch.
 
     Args:
-        model: to run.
+        model: model to run.
         cache: KV cache.
         builder: builder that holds the page table.
         max_sequences: maximum number of sequences in one batch.
@@ -57,8 +57,8 @@ class DecodeProgram:
         Args:
             chunks, tokens: see `Runner.step`.
         Returns:
-            Logits of each chunk, valid until the next call; None if this is not a decode step, or if wavelengths depend
-            on the length of a text.
+            Logits of each chunk, valid until the next call; None if this is not a decode step, or if a text is so long
+            that rotary wavelengths depend on its length.
         """
         if not is_decode_step(chunks) or not self._update_angles(1 + max(chunk.start for chunk in chunks)):
             return None
@@ -76,7 +76,7 @@ class DecodeProgram:
         return self._model.scaled_logits(self._scores[:count])
 
     def _update_angles(self, length: int) -> bool:
-        """Let the program read angles of positions below `length`; return whether tables hold them."""
+        """Give the program the angles of positions below `length`; return False if a table cannot hold them."""
         for table, addresses in zip(self._model.tables, self._angles, strict=True):
             if length > (table.rope.turning_length or length):
                 return False
@@ -91,12 +91,12 @@ def record(
     """Record a decode step of a model.
 
     Args:
-        model: to run.
+        model: model to run.
         cache: KV cache.
         angles: one for each of the model's rotary embeddings; addresses are set before each step.
         rows: maximum number of sequences.
     Returns:
-        The program, its input (rows, H), the embeddings, which it overwrites, and its output (rows, V), the scores.
+        The program; its input, embeddings (rows, H) that the program overwrites; and its output, scores (rows, V).
     Raises:
         Unsupported: the model has a part that no program covers.
     """
@@ -120,7 +120,7 @@ class _Recorder:
         self.stream = program.buffer("stream", model.embedding.shape[1])
 
     def block(self, block: Block, pending: Tensor | None) -> Tensor:
-        """Record `Block.__call__`; return the buffer of what is pending afterwards."""
+        """Record `Block.__call__`; return the buffer of the output that the next norm adds to the stream."""
         _require(not block.parallel, "attention and feed-forward layers side by side")
         _require(block.scale == 1.0, "a factor on additions to the residual stream")
         if not isinstance(block.attention, Attention):
@@ -147,7 +147,10 @@ class _Recorder:
         if not isinstance(paged, Stepwise) or not isinstance(paged.inner, NativeAttention) or paged.matrix is not None:
             raise Unsupported("attention with sinks, or a rotated KV cache")
         _require(attention.norms is None, "norms over all heads, or after the rotation")
-        _require(not attention.is_gated and attention.clip is None and attention.growth is None, "gated attention")
+        _require(
+            not attention.is_gated and attention.clip is None and attention.growth is None,
+            "attention with gates, clipping or position-dependent factors",
+        )
         _require(not options.interleaved, "rotation of neighbouring channels")
         norms = options.norms
         _require(norms is None or norms.query.dtype == norms.key.dtype == self._model.dtype, "norms in another dtype")
@@ -162,7 +165,8 @@ class _Recorder:
 
     def _mlp(self, mlp: MLP, entered: Tensor) -> Tensor:
         _require(
-            mlp.gated and mlp.curve is None and mlp.activation in GATES, "a feed-forward layer without such a gate"
+            mlp.gated and mlp.curve is None and mlp.activation in GATES,
+            "a feed-forward layer without a gate, or with an activation that no C kernel has",
         )
         gate_up = self._linear(mlp.up, entered, "gate and up")
         opened = self.program.buffer("opened", gate_up.shape[1] // 2)
@@ -181,7 +185,7 @@ class _Recorder:
     def _linear(self, linear: Linear, x: Tensor, name: str) -> Tensor:
         parts = linear.linears if isinstance(linear, SideBySide) else (linear,)
         natives = [part for part in parts if isinstance(part, NativeLinear) and part.dtype == self._model.dtype]
-        _require(len(natives) == len(parts), f"a linear that no C kernel takes as it is: {linear.description}")
+        _require(len(natives) == len(parts), f"a linear that no C kernel computes: {linear.description}")
         out = self.program.buffer(name, linear.out_features)
         self.program.linears(natives, x, out)
         return out
@@ -192,7 +196,7 @@ def _require(condition: bool, reason: str) -> None:
 
     Args:
         condition: what must hold.
-        reason: what the model has, for users.
+        reason: part of the model that no program covers, for users.
     """
     if not condition:
         raise Unsupported(reason)

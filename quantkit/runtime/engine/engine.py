@@ -39,14 +39,14 @@ from quantkit.runtime.sampling import Rows, derived_seed, log_probabilities, sam
 from quantkit.runtime.sequence import Sequence, TokenHistory
 from quantkit.runtime.types import FinishReason, SamplingParams, StepOutput, TokenLogprob
 
-_DECODERS = 16  # one is made for each set of special tokens that requests show
+_DECODERS = 16  # cached decoders, one for each set of special tokens that requests show
 
 
 class Engine:
     """Runs requests on a model.
 
     Args:
-        model: to run.
+        model: model to run.
         cache: KV cache; None if the model keeps its own (pages then only count tokens).
         config: settings.
         num_pages: pages in the cache.
@@ -73,13 +73,13 @@ class Engine:
         assert (proposer is None) == (controller is None), "a proposer and a controller go together"
         self.model, self.config, self.controller = model, config, controller
         self.pool = PagePool(num_pages)
-        # A page holds keys and values; the state that recurrent layers had at its border is kept nowhere.
+        # A page holds only keys and values: the state of recurrent layers at the page's end is not kept.
         shared = config.prefix_cache and model.paged and not model.is_recurrent
         self.eviction: Evictor | None = None
         if budget is not None:
             policy = policies.REGISTRY.load(config.kv_policy or policies.DEFAULT)
             self.eviction = Evictor(budget, policy, self.pool, cache)
-        most = None if budget is None else budget.tokens - 1  # fewer than those after which a sequence evicts
+        most = None if budget is None else budget.tokens - 1  # fewer tokens than those after which a sequence evicts
         self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
         self.scheduler = Scheduler(
@@ -203,7 +203,7 @@ class Engine:
                     self._step(outputs)
             return outputs
         except BaseException:
-            # An interrupt counts too: after half a step nobody knows which pages are valid, so all that ran ends.
+            # Interrupts too: after half a step nobody knows which pages are valid, so all running requests end.
             if self._overlap is not None:
                 self._overlap.forget()
             ended = [self._end(sequence, "error", (), "") for sequence in tuple(self.scheduler.running)]
@@ -226,8 +226,8 @@ class Engine:
         chunks = [_chunk(sequence, count) for sequence, count in work]
         drafts = [] if self.controller is None else [len(sequence.drafts) for sequence, _ in work if sequence.drafts]
         num_drawn = self._accept(work, chunks, self.runner.step(chunks), outputs)
-        # Only steps without prompt tokens tell what drafts are worth.
-        # Where drafts were asked for and none came, the time is of neither kind: proposing has had its share of it.
+        # Only steps without prompt tokens show what drafts gain. If drafts were requested but none proposed, the time
+        # counts for neither kind of step, because it includes proposing.
         if self.controller is not None and (drafts or not asked) and num_drawn == sum(count for _, count in work):
             self.controller.timed(len(work), time.perf_counter() - began, drafts)
 
@@ -246,7 +246,7 @@ class Engine:
         rows: Rows = []
         is_scored = False
         for sequence, count in work:
-            # None while more of a prompt is known, else one more than drafts.
+            # Tokens to choose: none while known tokens are left, otherwise one more than there are drafts.
             ends = sequence.num_computed + count >= len(sequence.ids) < sequence.limit
             counts.append(1 + len(sequence.drafts) if ends else 0)
             for ahead in range(counts[-1]):
@@ -261,7 +261,7 @@ class Engine:
         now = time.perf_counter()
         at = 0
         for (sequence, count), num_drawn in zip(work, counts, strict=True):
-            if num_drawn == 0:  # a prompt that goes on, or of which nothing more is asked
+            if num_drawn == 0:  # the prompt goes on, or nothing is to be chosen after it
                 sequence.num_computed += count
                 self.prefix.publish(sequence)
                 if sequence.num_left == 0:
@@ -270,7 +270,7 @@ class Engine:
             chosen = tokens[at : at + num_drawn]
             if num_drawn > 1:
                 chosen = self._verified(sequence, chosen)
-            # The last of the chosen has no keys and values yet; those of rejected drafts no longer count.
+            # The last chosen token has no keys and values yet; those of rejected drafts no longer count.
             sequence.num_computed = len(sequence.ids) + len(chosen) - 1
             outputs.append(self._append(sequence, chosen, now, logprobs[at : at + num_drawn] if logprobs else None))
             at += num_drawn
@@ -327,7 +327,7 @@ class Engine:
             if stopped or len(sequence.ids) >= sequence.limit:
                 reason = "stop" if stopped else "length"
                 break
-        if reason is not None:  # what followed the end was computed in vain
+        if reason is not None:  # tokens after the end were computed in vain
             sequence.num_computed = min(sequence.num_computed, len(sequence.ids))
         # Before `_end`, which releases the pages: only a page that somebody holds can be published.
         self.prefix.publish(sequence)

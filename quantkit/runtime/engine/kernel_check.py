@@ -50,7 +50,7 @@ more.
 WIDTH = 512
 """Number of inputs of the tested products."""
 
-_ROWS = (1, 20, 260)  # each way to multiply
+_ROWS = (1, 20, 260)  # one for each way to multiply
 _SECONDS = 60.0
 _CHILD = "from quantkit.runtime.engine.kernel_check import main; main()"
 _LOG = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def verdict_file(device: torch.device) -> Path:
 
 
 def read_verdicts(device: torch.device) -> dict[str, Verdict]:
-    """Return the stored verdicts by family; empty if a family is missing."""
+    """Return the stored verdicts, keyed by family; empty if a family is missing."""
     with contextlib.suppress(InputError, TypeError):
         verdicts = {key: Verdict(*entry) for key, entry in read_object(verdict_file(device), InputError).items()}
         return verdicts if verdicts.keys() == CASES.keys() else {}
@@ -142,16 +142,16 @@ def describe_kernels(device: torch.device) -> str:
     """Describe for users which kernel families torch replaces on a device."""
     reasons = {what: gpu.why_replaced(family, device) for family, what in gpu.FAMILIES.items()}
     replaced = "; ".join(f"torch replaces {what}: {reason}" for what, reason in reasons.items() if reason)
-    return replaced or ("not checked: QUANTKIT_TRITON=force" if _is_forced() else "as torch in all checks")
+    return replaced or ("not checked: QUANTKIT_TRITON=force" if _is_forced() else "agree with torch in all checks")
 
 
 def main() -> None:
     """Print the error of each case of a family; runs in a child process with device and family as arguments."""
     device, family = torch.device(sys.argv[1]), sys.argv[2]
-    # Libraries print too, also in C, and that is no result.
+    # Libraries also print to stdout, even from C; the original stdout must hold only results.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # What Triton refuses is an error here: torch in a kernel's place would agree with itself.
+    # A kernel that Triton refuses is an error here: torch in its place would only agree with itself.
     with entered(device), gpu.measuring(), torch.inference_mode():
         for label, case in CASES[family].items():
             results.write(json.dumps([label, error_of(case, device)]) + "\n")
@@ -172,7 +172,7 @@ def error_of(case: Case, device: torch.device) -> float:
         torch.manual_seed(0)
         outputs.append([output.float().cpu() for output in case(where, dtype)])
     errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(*outputs, strict=True)]
-    return torch.stack(errors).max().item()  # NaN where there is one
+    return torch.stack(errors).max().item()  # NaN if an error is NaN
 
 
 def _is_forced() -> bool:
@@ -181,7 +181,7 @@ def _is_forced() -> bool:
 
 def _try(device: torch.device, family: str) -> Verdict:
     """Check a family in a child process and return the verdict."""
-    # One thread each: the children run at once, and pools of all processors would wait for each other.
+    # One thread each: the children run at the same time, and pools of all processors would wait for each other.
     is_final = True
     command, environment = [*python(_CHILD), str(device), family], {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
@@ -192,19 +192,19 @@ def _try(device: torch.device, family: str) -> Verdict:
         said, end, is_final = error.stdout or b"", f"no result within {_SECONDS:.0f} s", False
     shares: dict[str, float] = {}
     for line in said.splitlines():
-        # Half a line, or a word of an imported library, says nothing.
+        # Skip half a line, and text that an imported library printed.
         with contextlib.suppress(ValueError, TypeError):
             label, share = json.loads(line)
             shares[label] = float(share)
     for label in CASES[family]:
         if label not in shares:
             return Verdict(False, f"{label}: {end}", is_final)
-        if not shares[label] <= TOLERANCE:  # nor is NaN
+        if not shares[label] <= TOLERANCE:  # also true for NaN
             return Verdict(False, f"{label}: {shares[label]:.2%} error relative to torch's largest value")
     return Verdict(True, f"at most {max(shares.values()):.2%} error relative to torch's largest value")
 
 
-# ---- cases: the engine's own code on random numbers, drawn on the host so that both devices get the same
+# ---- cases: the engine's own code on random numbers, drawn on the host so that both devices get the same ones
 
 
 def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -275,7 +275,7 @@ def _mixture(scheme: LinearScheme, device: torch.device, dtype: torch.dtype) -> 
         stacked = stack(linears, count=4, activation="silu")
         assert not isinstance(stacked, str), stacked
     for tokens in (3, 40):
-        # Scores that are far apart: rounding chooses no other expert.
+        # The scores are far apart, so rounding does not change the chosen experts.
         x, scores = random(device, dtype, tokens, WIDTH), random(device, dtype, tokens, 4)
         if stacked is not None:
             yield stacked(x, scores, None, None, choose)
@@ -306,4 +306,4 @@ CASES: dict[str, dict[str, Case]] = {
     "attention": {f"{kind} cache": partial(_attention, kind) for kind in ("auto", "fp8", "int8", "int4")},
     "experts": {INT4.describe(): partial(_mixture, INT4)},
 }
-"""Test cases by kernel family: the function to run, by name of the case."""
+"""Functions of the test cases, keyed by kernel family and name of the case."""

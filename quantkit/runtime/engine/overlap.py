@@ -1,9 +1,9 @@
 """Launch of a decode step before the host has read the tokens of the previous step.
 
 Without overlap, the host waits for tokens while the GPU computes, and the GPU waits while the host delivers them. So
-the engine launches the next step first: it reads its input tokens on the device, and their cache slots do not depend on
-them. If a sequence turns out to have ended, its extra token is dropped; its slot lies past the sequence's end and is
-never read.
+the engine launches the next step first: that step reads its input tokens on the device, and their cache slots do not
+depend on their values. If a sequence turns out to have ended, its extra token is dropped; the token's slot lies past
+the sequence's end and is never read.
 
 A step cannot be launched in advance if the batch would change (a request waits, reaches its limit or was cancelled), if
 pages are short or about to be evicted, or if sampling needs the tokens on the host (penalties, log-probabilities,
@@ -109,11 +109,11 @@ class Overlap:
 
     def _start(self, sequences: list[Sequence], tokens: Tensor | None) -> InFlightStep:
         """Launch a decode step; `tokens` are its inputs on the device if the host does not know them yet."""
-        ahead = 0 if tokens is None else 1  # steps of which nothing has been committed
+        ahead = 0 if tokens is None else 1  # launched steps whose tokens are not committed
         chunks = []
         for sequence in sequences:
             start = sequence.num_computed + ahead
-            # What the host does not know is read from the device instead.
+            # A token that the host does not know yet is read on the device instead.
             chunks.append(ScheduledChunk(sequence, sequence.ids[start : start + 1] or [0], start, 1))
         logits = self._runner.step(chunks, tokens)
         # `ahead` gives each draw the key of its position, although the token before it is not in `ids` yet.

@@ -1,7 +1,7 @@
 """Choice of each step's sequences and their numbers of tokens, without tensors or clock.
 
 Prefill and decode share a step, which has one token budget. Each decoding sequence takes one token plus its drafts; the
-rest goes to prompts in chunks, oldest first. One prompt never gets all of it while others wait for their first token.
+rest goes to prompts in chunks, oldest first. No prompt gets the whole rest while others wait for their first token.
 
 Memory: sequences start in order of arrival, so running ones are older than waiting ones. When pages run out, the
 scheduler preempts the youngest sequence and recomputes it later (the prefix cache keeps its full pages until they are
@@ -26,7 +26,7 @@ from quantkit.runtime.sequence import Sequence
 
 Work = list[tuple[Sequence, int]]
 
-_OVERTAKEN = 8  # times as many requests as run together may be overtaken in search of some that need not wait
+_OVERTAKEN = 8  # up to this times max_sequences requests may be overtaken in search of some that need not wait
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, finished or not; its pages are free at once."""
         for queue in (self.waiting, self.running):
-            if sequence in queue:  # in none where an interrupt came while it changed queues
+            if sequence in queue:  # in neither if an interrupt came while it changed queues
                 queue.remove(sequence)
         if sequence.row >= 0:
             self._free(sequence)
@@ -107,7 +107,7 @@ class Scheduler:
         """Return the work of decoding sequences, the sequences still in prefill, and the remaining token budget."""
         work: Work = []
         prefills: list[Sequence] = []
-        # Drafts share what is left when each running sequence has its token, so none waits for another's guesses.
+        # Drafts share the budget left after one token for each running sequence, so none waits for another's drafts.
         spare = self._config.token_budget - len(self.running)
         # A copy, as taking pages may preempt and so change the list.
         for sequence in tuple(self.running):
@@ -121,14 +121,14 @@ class Scheduler:
                     self._cut_drafts(sequence, spare)
                 spare -= len(sequence.drafts)
                 work.append((sequence, 1 + len(sequence.drafts)))
-            else:  # it waits for pages; the next step's drafts are not to be added to these
+            else:  # it waits for pages; the next step proposes drafts anew
                 sequence.drafts = []
-        # Every running sequence was charged one token above; prompts are not decodes.
+        # `spare` was reduced by one token for every running sequence; give back the tokens of those without work here.
         return work, [s for s in prefills if s.row >= 0], spare + len(self.running) - len(work)
 
     def _cut_drafts(self, sequence: Sequence, spare: int) -> None:
         """Drop the drafts that do not fit the token budget and the free pages. Drafts preempt no sequence."""
-        # A draft behind an eviction would see what it must not.
+        # A draft after the next eviction would see tokens that are evicted before it.
         del sequence.drafts[max(0, min(spare, self.until_due(sequence) - 1)) :]
         if not self._grow(sequence, sequence.num_computed + 1 + len(sequence.drafts)):
             sequence.drafts = []
@@ -147,19 +147,19 @@ class Scheduler:
             sequence = self.waiting[0]
             hits = self._prefix.match(sequence)
             keys = self._scored_keys(sequence, len(hits))
-            # What it lacks first, or all of it (a key names everything before it too), is being computed.
+            # Another one computes its first missing page, or all of them: the last key covers all pages before it too.
             if keys and keys[-1 if self._fixed_chunks else 0] in computing:
                 overtaken.append(self.waiting.popleft())
                 if len(overtaken) == _OVERTAKEN * self._config.max_sequences:
                     break
                 continue
             if keys and self._fixed_chunks:
-                hits = []  # half a beginning read from the cache is not what computing it alone would read
+                hits = []  # a partial hit would read rounded keys that computing it alone reads unrounded
             needed = self._promised(sequence) - len(hits)
             # Hits that nobody references are on the free list, but using them takes them off it.
             available = self._pool.num_free - sum(map(self._pool.is_free, hits)) - promised
-            # Some for the others to grow into, or the newcomer would soon be preempted again.
-            # Nor is anybody behind it admitted: overtaken by short prompts, a long one might wait without end.
+            # Leave some pages for the others to grow into, or the newcomer would soon be preempted again. Admit no
+            # later sequence either: if short prompts overtook it, a long one might wait without end.
             if needed + (num_growing + 3) // 4 > available:
                 break
             self._start(self.waiting.popleft(), hits)
@@ -173,7 +173,7 @@ class Scheduler:
         return admitted
 
     def _promised(self, sequence: Sequence) -> int:
-        """Pages to reserve so that a sequence can finish its known tokens and go on."""
+        """Return how many pages to reserve so that a sequence can finish its known tokens and go on."""
         needed = sequence.num_needed if self._eviction is None else self._eviction.promised(sequence)
         return self._config.pages_for(needed)
 
@@ -195,7 +195,7 @@ class Scheduler:
         return [] if sequence.params.scoring is None else self._prefix.missing_keys(sequence, num_known)
 
     def _first_chunk(self, sequence: Sequence) -> int:
-        # A page is the least that a prompt gets while it shares a step; scored ones take all that they need in turn.
+        # A prompt that shares a step gets at least a page; scored prompts take all that they need, one after another.
         count, is_whole = self._next_chunk(sequence)
         return count if is_whole or sequence.params.scoring else min(count, self._page_size)
 
@@ -287,7 +287,7 @@ class Scheduler:
         self._free(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        # Those that were overtaken may be older.
+        # Waiting sequences that were overtaken may be older.
         self.waiting.insert(sum(other.id < sequence.id for other in self.waiting), sequence)
         self._on_preempt(sequence)
 

@@ -26,7 +26,7 @@ class ScoringInput:
 
     Args:
         ids: token ids.
-        texts: index and text of each.
+        texts: index and text of each of these texts.
     """
 
     ids: tuple[int, ...]
@@ -65,7 +65,7 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
             )
         fed = text.ids[:-1]
         inputs.setdefault(fed, ScoringInput(fed)).texts.append((number, text))
-    # Side by side they find the pages of their common beginning before these are reused.
+    # Adjacent inputs find the pages of their common prefix before the pool reuses these pages.
     return [inputs[fed] for fed in sorted(inputs)]
 
 
@@ -114,7 +114,7 @@ def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChu
     table = logits.log_softmax(-1)
     logprobs = table[row, token].cpu()
     greedy = (logits.argmax(-1)[row] == token).cpu()
-    # As many as the widest wish, for all that wish any; each then takes its share.
+    # One call with the largest number that a request asks for; each request then takes its own number.
     most = max(0 if scores.top is None else scores.top[0].shape[1] for scores, _ in slices)
     values, ids = (part.cpu() for part in table[row].topk(most)) if most else (None, None)
     at = 0

@@ -34,7 +34,7 @@ from quantkit.runtime.model.model import Model
 from quantkit.runtime.sampling import sample
 from quantkit.runtime.sequence import PageHolder, Sequence
 
-_MEMORY = 15  # steps of each kind that count
+_MEMORY = 15  # the most recent steps of each kind, which count
 _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision
 _PERIOD = 64  # steps after which the other choice is tried again, for as many steps as a decision needs
 
@@ -125,7 +125,7 @@ class SpeculationController:
         return self._records.setdefault(num_sequences.bit_length(), _Record())
 
     def _best(self, record: _Record) -> tuple[float, int]:
-        """Return the best number of drafts, and its tokens per second relative to no drafts.
+        """Return the gain of the best number of drafts (tokens per second relative to no drafts), and that number.
 
         If each draft is accepted with probability a, k drafts yield 1 + a + ... + a^k tokens; time grows linearly with
         k.
@@ -218,7 +218,7 @@ class NgramProposer:
 
 
 class _Ngrams:
-    """Positions at which each n-gram of a sequence last ended; updated as it grows, so no step searches all of it."""
+    """Last end position of each n-gram of a sequence; updated as the sequence grows, so no step searches all of it."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -233,7 +233,7 @@ class _Ngrams:
         self._num_read = max(self._num_read, len(ids) - 1)
 
     def continuation(self, ids: list[int], sizes: range, count: int) -> list[int]:
-        """Return the `count` tokens that followed the last n-gram before; repeat them in a cycle if they are fewer."""
+        """Return the `count` tokens after the last n-gram's earlier occurrence; repeat them if they are fewer."""
         for size in sizes:
             end = self._ends.get(tuple(ids[-size:])) if size < len(ids) else None
             if end is not None:
@@ -256,7 +256,7 @@ class _Shadow(PageHolder):
             if right >= len(ids) or ids[right] != token:
                 break
             right += 1
-        # The last token is always fed again if need be: its logits start the next drafts.
+        # The last token never counts as computed: it is fed again, because its logits start the next drafts.
         self.num_computed = min(self.num_computed, right if self.fed else self.num_computed, len(ids) - 1)
         self.fed = []
 
@@ -290,7 +290,7 @@ class DraftModelProposer:
         ready = self._caught_up(sequences, count)
         while ready:
             logits = self._runner.step([chunk for _, _, chunk in ready])
-            # With the sequence's own keys: draft and target then draw with the same variates and agree more often.
+            # With the sequence's random keys: draft and target then draw with the same variates and agree more often.
             tokens = sample(logits, [(sequence, len(sequence.drafts)) for sequence, _, _ in ready])
             step, ready = ready, []
             for (sequence, shadow, chunk), token in zip(step, tokens, strict=True):
@@ -302,7 +302,7 @@ class DraftModelProposer:
                     ready.append((sequence, shadow, ScheduledChunk(shadow, [token], shadow.num_computed, 1)))
 
     def _caught_up(self, sequences: Many[Sequence], count: int) -> list[tuple[Sequence, _Shadow, ScheduledChunk]]:
-        """Compute tokens that are new to the draft model; return the sequences one chunk from up to date, with it."""
+        """Compute tokens that are new to the draft model; return the sequences that lack one chunk, and that chunk."""
         ready, lagging, budget = [], [], self._config.token_budget
         for sequence in sequences:
             shadow = self._shadow(sequence, len(sequence.ids) + _useful(sequence, count))

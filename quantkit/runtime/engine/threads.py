@@ -27,8 +27,8 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 15
 # 48 MB of weights, more than most caches; and a product that is bound by arithmetic.
 _GEMV_ROWS, _GEMV_WIDTH = 12288, 1024
 _GEMM_TOKENS, _GEMM_ROWS = 32, 1024
-_PROMPT_TOKENS = 512  # of an evaluation: a product as long as those of its steps, beside which a barrier is short
-_has_pool = True  # threads that OpenMP can give work to
+_PROMPT_TOKENS = 512  # for an evaluation: a product as long as in its steps, where barriers cost little
+_has_pool = True  # whether OpenMP's pool has threads; it has none in a forked child
 
 
 class ThreadChoice(NamedTuple):
@@ -81,7 +81,7 @@ def thread_limit() -> int:
     if not _has_pool:
         return 1
     limits = [available_cores()]
-    # It may list a number for each level of nesting; the first is that of the outermost.
+    # The variable may list a number for each level of nesting; the first number is for the outermost level.
     openmp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if openmp.isdigit():
         limits.append(int(openmp))
@@ -95,7 +95,7 @@ def thread_counts(limit: int) -> tuple[int, ...]:
 
 
 def measure_threads(counts: tuple[int, ...], decodes: bool = True) -> dict[int, tuple[float, ...]]:
-    """Return the median seconds of each product by number of threads; changes torch's setting.
+    """Return the median seconds of each product, keyed by number of threads; changes torch's setting.
 
     For decoding there are two products: one token through a large weight, which is bound by memory, and several tokens
     through a small weight, which is bound by arithmetic. Otherwise there is one product of many tokens.
@@ -130,7 +130,7 @@ def smallest_near_best(timings: dict[int, tuple[float, ...]]) -> ThreadChoice:
     """Return the smallest number of threads within 10 % of the best time, weighing all products equally.
 
     Args:
-        timings: seconds of each product by number of threads, ascending from one.
+        timings: seconds of each product, keyed by number of threads in ascending order from one.
     """
     costs = {
         count: sum(own / alone for own, alone in zip(times, timings[1], strict=True))
@@ -139,4 +139,4 @@ def smallest_near_best(timings: dict[int, tuple[float, ...]]) -> ThreadChoice:
     best = min(costs.values())
     threads = next(count for count, cost in costs.items() if cost <= _GOOD_ENOUGH * best)
     tried = ", ".join(f"{count}: {costs[1] / cost:.2f}x" for count, cost in costs.items())
-    return ThreadChoice(threads, f"measured speed by threads {tried}")
+    return ThreadChoice(threads, f"measured speed per number of threads: {tried}")

@@ -74,7 +74,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     heads = 1 if config.latent else config.num_kv_heads
     names = [f"{config.family.layers}.{index}.{attention}" for index in range(count)]
     try:
-        # A layer without keys needs no scales, which must not look as if they were missing.
+        # A layer without keys needs no scales; with 1.0 they do not count as missing.
         scales = tuple(
             (1.0, 1.0)
             if isinstance(config.attention(index), StateShape)
@@ -82,10 +82,10 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
             for index, name in enumerate(names)
         )
     except CheckpointError as error:
-        # Scales that config.json announces are needed; others only earn a note.
+        # Scales that config.json announces must be right; for others a note is enough.
         if schemes is not None:
             raise
-        scales, note = (None,) * count, note or f"it has KV cache scales that config.json does not announce: {error}"
+        scales, note = (None,) * count, note or f"KV cache scales not announced in config.json are ignored: {error}"
     for index, pair in enumerate(scales):
         is_announced = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
         # Layers with a window are never quantized and so need no scales.

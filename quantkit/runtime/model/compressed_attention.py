@@ -31,7 +31,7 @@ from quantkit.runtime.model.residual_streams import StreamedBlock, StreamHead, S
 from quantkit.runtime.model.rope import angles_at
 from quantkit.runtime.model.weights import Weights, build_mixture
 
-_QUERIES = 128  # of a sequence whose scores are held at once
+_QUERIES = 128  # number of queries of a sequence whose scores are in memory at once
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -39,11 +39,11 @@ class Compressor:
     """Computes entries.
 
     Args:
-        bias: (r, S D) float32, bias of the gates by a token's position in its entry; S is 2 if entries overlap,
+        bias: (r, S D) float32, bias of the gates for each position of a token in its entry; S is 2 if entries overlap,
             otherwise 1.
         norm: norm of an entry.
         width: D.
-        rope: rotary embedding of entries, at the position of their first own token.
+        rope: rotary embedding of entries; the position of an entry is that of its first own token.
     """
 
     bias: Tensor
@@ -168,7 +168,7 @@ class CompressedAttention:
         return self.output(torch.bmm(out.transpose(0, 1), self.grouped.mT).transpose(0, 1).reshape(len(x), -1))
 
     def _entries(self, pool: EntryPool, row: Tensor, pages: Tensor, span: Span, fresh: Tensor) -> list[Tensor]:
-        """Return all entries (E, D) of a sequence, including newly completed ones, then its indexer's keys."""
+        """Return all entries (E, D) of a sequence, including newly completed ones, then the keys of the indexer."""
         length = span.cached + len(fresh)
         before = pool.past(row, span.cached).to(fresh.dtype)
         tokens, first, last = torch.cat([before, fresh]), span.cached // self.shape.ratio, length // self.shape.ratio
@@ -190,7 +190,7 @@ class CompressedAttention:
             keys: (N, D); the last L belong to the queries' own tokens.
             entries: (E, D), then the indexer's keys, if the layer has them.
             own: the indexer's queries and weights of the L tokens.
-            cached: number of tokens before them.
+            cached: number of tokens before these L.
         Returns:
             (L, Hq, D).
         """
@@ -254,7 +254,7 @@ def build_head(weights: Weights) -> StreamHead:
 
 
 def _mixing(weights: Weights, prefix: str) -> dict[str, Any]:
-    """Return the arguments of a stream mixture by field name."""
+    """Return the arguments of a stream mixture, keyed by field name."""
     names = {"weight": "fn", "bias": "base", "scale": "scale"}
     tensors = {name: weights.tensor(prefix + part, torch.float32) for name, part in names.items()}
     return {**tensors, "eps": weights.config.norm_eps, "floor": weights.config.entries.number("hc_eps", default=1e-6)}

@@ -1,7 +1,7 @@
 """Config of one model: its description and every constant of its forward pass, checked, with defaults filled in.
 
-It reads plain JSON as written by transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), without
-importing transformers. `models.description` derives the tensors from it.
+This module reads plain JSON as written by transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`),
+without importing transformers. `models.description` derives the tensors from the config.
 """
 
 import math

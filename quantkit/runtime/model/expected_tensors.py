@@ -21,8 +21,8 @@ from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.quantities import byte_size
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# Buffers that old checkpoints carry or that are constants read beside, and scales of a KV cache, which belong to no
-# weight.
+# Tensors that belong to no weight: buffers that old checkpoints carry, constants that are read elsewhere, and scales of
+# a KV cache.
 _IGNORED = re.compile(
     rf".*(\.act_fn\.(beta|eps)|rotary_emb\.inv_freq|\.(attention|attn)\.(masked_)?bias|\.attn\.causal_mask|{CACHE_TENSORS})"
 )
@@ -35,8 +35,8 @@ def manifest_of(model: ModelDescription) -> tuple[dict[str, tuple[int, int]], Sh
     """Return the tensors that a checkpoint of a model must hold.
 
     Returns:
-        linears: (N, K) by full module name; a bias (N,) is optional.
-        others: shape by full name, for all tensors that are never quantized.
+        linears: (N, K) of each linear, keyed by full module name; a bias (N,) is optional.
+        others: shape of each tensor that is never quantized, keyed by full name.
     """
     family, linears = model.family, dict[str, tuple[int, int]]()
     others: Shapes = {f"{family.embedding}.weight": (model.vocab_size, model.hidden_size), **outer_tensors(model)}
@@ -60,12 +60,12 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
         reader: reader of the checkpoint; only headers, and shapes that are stored as tensors, are read.
         scheme: scheme of the quantized linears; None = the checkpoint has none.
     Raises:
-        CheckpointError: names the tensor, what was found and what was expected.
+        CheckpointError: a tensor does not match; the message names it, what was found and what was expected.
     """
     linears, others = manifest_of(model)
     known = {*others, *([f"{model.family.head}.weight"] if model.tied else [])}
     for name, shape in others.items():
-        # Biases of norms may be missing, which is a bias of zero.
+        # Biases of norms may be missing; they are then zero.
         reader.check_shape(name, shape, required=not name.endswith(".bias"))
     by_module = local_names(reader, others)
     for name, (rows, width) in linears.items():
@@ -85,7 +85,7 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
     for name in reader.names:
         if name.startswith(further):
             continue
-        # A tensor that nothing computes with would make the output wrong without a word.
+        # A tensor that no part of the model uses would silently make the output wrong.
         if name not in known and not _IGNORED.fullmatch(name) and not name.startswith(model.family.unread):
             raise CheckpointError(
                 f"{reader.path}: the model that config.json describes has no tensor {name} {reader.info(name).shape}; "
@@ -103,12 +103,12 @@ def _further_layers(model: ModelDescription) -> tuple[str, ...]:
 
 def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
     """Return the scheme of a linear with these tensors; None if it is stored unquantized."""
-    # A scheme may match more linears than are quantized; which tensors there are decides.
+    # A scheme may match more linears than are quantized; the stored tensors decide.
     return scheme.find(name) if scheme is not None and set(local) - {"weight", "bias"} else None
 
 
 def local_names(reader: CheckpointReader, others: Collection[str] = ()) -> dict[str, set[str]]:
-    """Return the names of each module's tensors, relative to the module, by module name; unused buffers are left out.
+    """Return the names of each module's tensors, relative to the module and keyed by its name, without unused buffers.
 
     Args:
         reader: reader of the checkpoint.
@@ -146,10 +146,10 @@ def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.dev
         info = reader.info(name)
         converted = info.dtype in _FLOATS
         sizes.append(math.prod(info.shape) * dtype.itemsize if converted else info.num_bytes)
-    # The largest twice, as it is there both as read and as laid out until the former is freed.
+    # The largest counts twice: until the tensor that was read is freed, memory holds its converted copy too.
     needed, available = sum(sizes) + max(sizes, default=0), free_bytes(device)
     if needed > available:
         raise ResourceError(
-            f"{reader.path}: loading needs {byte_size(needed)} on {device}, {byte_size(available)} are available; "
+            f"{reader.path}: loading needs {byte_size(needed)} on {device}, but {byte_size(available)} are available; "
             "use a smaller or more strongly quantized model, or free memory"
         )

@@ -48,7 +48,7 @@ class Mixture:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether calls can be captured as a CUDA graph, because the device chooses the experts."""
+        """Whether calls can be captured as a CUDA graph: only if the device chooses the experts."""
         return not isinstance(self.experts, tuple)
 
     def __call__(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from quantkit.runtime.model.model import Model
 # Layers whose state is keys and values by position, so that its end can be cut off.
 _CROPPED = {"full_attention", "sliding_attention", "chunked_attention"}
 _TRIED = range(2, 8)  # token ids of the trial
-# Relative error of logits: other products are taken of one token than of six.
+# Accepted relative error of logits: products of one token round differently from products of six.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
@@ -42,8 +42,8 @@ class Steps:
     """A way to compute the next tokens of a sequence.
 
     Args:
-        cached: whether the model takes a cache; None = the model creates the cache at the first step; False = every
-            step computes all tokens again.
+        cached: True = the model continues from a cache; False = it runs without one, so every step computes all tokens
+            again; None = like False, but the model has no cache argument at all.
         argument: name of the cache argument, and of the output attribute that holds the cache.
         crops: whether the end of the cache can be removed.
         positions: whether the model receives the positions of the tokens.
@@ -57,7 +57,7 @@ class Steps:
     keeps_rows: bool
 
     def advance(self, model: Any, tokens: Tensor, past: int, cache: Any, keep: Tensor) -> tuple[Tensor, Any]:
-        """Compute the tokens that follow the `past` ones.
+        """Compute the tokens that follow the first `past` tokens.
 
         Args:
             model: a transformers model.
@@ -75,8 +75,8 @@ class Steps:
             if cache is None and self.crops:
                 from transformers import DynamicCache
 
-                # Without a config every layer keeps all tokens, those with a window too, so that each can be cropped.
-                # A model that can have nothing cut off makes its cache itself, which may be of a class of its own.
+                # Without a config, every layer keeps all tokens, even layers with a window, so that all can be cropped.
+                # A model whose cache cannot be cropped creates its cache itself, perhaps of its own class.
                 cache = DynamicCache()
             options |= {self.argument: cache, "use_cache": True}
         elif self.cached is False:
@@ -126,13 +126,13 @@ def _error(steps: Steps, model: Any, tokens: Tensor, whole: Tensor) -> float:
             steps.advance(model, tokens[first:].flip(0), first, cache, keep)
             cache.crop(-2)
         logits, _ = steps.advance(model, tokens[first:], first, cache, keep)
-    except Exception:  # whatever a model raises that takes no such cache
+    except Exception:  # whatever a model raises that does not take such a cache
         return torch.inf
     error: Tensor = (logits.float() - whole[first:]).norm() / whole[first:].norm()
     return float(error.nan_to_num(torch.inf))
 
 
-# What older checkpoints hold beside weights: rotary frequencies, causal masks and their fill value.
+# Tensors that older checkpoints hold besides weights: rotary frequencies, causal masks and their fill value.
 _BUFFERS = re.compile(r"(.*\.)?(inv_freq|(attn|attention)\.(masked_)?bias)")
 
 
@@ -164,7 +164,7 @@ class TransformersModel(Model):
             vocab_size=table.shape[0] if head is None else head.weight.shape[0],
             max_length=max_length,
             eos_ids=eos_ids,
-            # A step looks up a few rows of the embedding; it reads the whole table only where that is the head too.
+            # A step looks up a few rows of the embedding; it reads the whole table only if the table is the head too.
             stored_bytes=num_bytes if shared else num_bytes - table.nbytes,
             num_bytes=num_bytes,
             dtype=table.dtype,
@@ -172,7 +172,7 @@ class TransformersModel(Model):
             notes=notes,
         )
         self._model = model
-        self._states: dict[int, tuple[Any, list[int]]] = {}  # of a sequence: transformers' cache, and its tokens so far
+        self._states: dict[int, tuple[Any, list[int]]] = {}  # by sequence id: its cache, and its tokens so far
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
@@ -287,6 +287,6 @@ def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
 
 
 def _is_buffer(reader: CheckpointReader, name: str) -> bool:
-    """Whether a tensor is computed by the model itself; a bias of that name is one weight per channel."""
+    """Whether a tensor is a buffer that the model computes itself; a one-dimensional bias of that name is a weight."""
     is_bias = name.endswith(".bias") and (name not in reader or len(reader.info(name).shape) == 1)
     return _BUFFERS.fullmatch(name) is not None and not is_bias

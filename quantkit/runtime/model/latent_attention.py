@@ -1,9 +1,10 @@
 """Multi-head latent attention: per token, the cache holds one low-rank vector and one rotated key for all heads.
 
-Each head has two matrices that map the low-rank vector to its key and value. Instead of computing these, the key matrix
-is applied to the query, and the value matrix to the attention-weighted sum of vectors ("absorption"). The cache thus
-sees a single head of keys, part of whose channels are also its values. Shapes: T new tokens, H hidden width, Hq heads,
-R rotated and P plain channels of a query, C channels of the low-rank vector, V channels of a head's value.
+Each head has two matrices that map the low-rank vector to its key and value. Instead of computing keys and values, this
+module applies the key matrix to the query, and the value matrix to the attention-weighted sum of low-rank vectors
+("absorption"). The cache thus sees a single head of keys, part of whose channels are also its values. Shapes: T new
+tokens, H hidden width, Hq heads, R rotated and P plain channels of a query, C channels of the low-rank vector, V
+channels of a head's value.
 Source: DeepSeek-AI 2024, DeepSeek-V2.
 """
 
@@ -63,7 +64,7 @@ class LatentAttention:
         if self.growth is not None:
             query = query * self.growth(batch.in_text()[0])[:, None, None].to(query.dtype)
         absorbed = torch.bmm(query[..., : sizes.plain_dim].transpose(0, 1), self.key_up).transpose(0, 1)  # (T, Hq, C)
-        # The rotated channels first, as attention rotates the first.
+        # The rotated channels come first, because the attention kernel rotates the first channels.
         query = torch.cat([query[..., sizes.plain_dim :], absorbed], dim=-1)
         latent = self.latent_norm(latent.contiguous())[0]
         key = torch.cat([rotary, latent], dim=-1).unsqueeze(1)  # (T, 1, R + C)

@@ -62,7 +62,7 @@ class LayerNorm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         if self.weight is not None and self.weight.dim() > 1:
-            # torch's layer norm knows no weight per head, and in float32 norm and weight are rounded once, together.
+            # torch's layer norm has no weight per head. In float32, norm and weight are rounded only once, together.
             return (F.layer_norm(total.float(), x.shape[-1:], eps=self.eps) * self.weight).to(x.dtype), total
         return F.layer_norm(total, x.shape[-1:], self.weight, self.bias, self.eps), total
 
@@ -184,7 +184,7 @@ def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
 
 
 def query_rows(parts: Parts, num_heads: int, head_dim: int) -> Tensor | None:
-    """Return the rows (N,) of the first projection in `Attention`'s order; None if they are stored so."""
+    """Return the rows (N,) of the first projection in `Attention`'s order; None if they are stored in that order."""
     if parts.qkv_blocks:  # queries, values, keys
         blocks = torch.arange(3 * num_heads * head_dim).view(parts.qkv_blocks, 3, -1)
         return blocks[:, [0, 2, 1]].transpose(0, 1).reshape(-1)
@@ -294,7 +294,7 @@ class Block:
         if self.scale != 1.0:
             attended = attended * self.scale
         if self.parallel:
-            # `x` is the stream as attention read it: what attention gives joins it only with the MLP's output.
+            # `x` is still the stream that attention read: attention's output is added only together with the MLP's.
             entered = entered if self.mlp_norm is None else self.mlp_norm(x)[0]
         else:
             entered, x = add_and_norm(self.mlp_norm, x, attended)

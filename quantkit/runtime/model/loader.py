@@ -39,7 +39,7 @@ from quantkit.safety.untrusted import read_object
 
 Backend = Literal["auto", "native", "transformers"]
 
-_RECURRENT = "torch computes the layers that keep a state, and requests do not share common beginnings"
+_RECURRENT = "the recurrent layers run in plain torch, and the prefix cache is off for this model"
 _TEXT_ALONE = "only the language model is loaded, for text prompts; image and other encoders are left out"
 
 
@@ -80,7 +80,7 @@ def load_model(
             if backend == "native":
                 raise
     if is_gguf(reader.path):
-        raise ModelError(f"{reader.path}: only the native backend runs GGUF files; convert this one --to dense first")
+        raise ModelError(f"{reader.path}: only the native backend runs GGUF files; run convert --to dense first")
     # Imported late: native models do not need transformers.
     from quantkit.runtime.model.hf_model import load_with_transformers
 
@@ -145,18 +145,18 @@ def load_native(
 
 
 def build_parts(weights: Weights) -> dict[str, Any]:
-    """Build the parts of a `NativeModel` by field name, except the head."""
+    """Build the parts of a `NativeModel` except the head; return them keyed by field name."""
     config = weights.config
-    # Equal rotary embeddings once, in order: layers share their tables of angles.
+    # Each distinct rotary embedding once, in order: layers with equal ones share a table of angles.
     ropes = list(dict.fromkeys(filter(None, config.ropes)))
     embedding = f"{config.family.embedding}.weight"
-    # As it is stored: the few rows of a step are cheaper to convert than a second table is to keep.
+    # In its stored dtype: converting the few rows of a step is cheaper than keeping a second table.
     table = weights.tensor(embedding, weights.reader.info(embedding).dtype)
     blocks: list[Block | StreamedBlock] = []
     build = build_block if config.family.block is None else build_streamed_block
     for index in range(config.num_layers):
         blocks.append(build(weights, index, ropes))
-        # After each layer: what reading it has freed would stay with the C library and add up.
+        # After each layer: otherwise the C library would keep the memory freed while reading, and it would add up.
         release_freed_memory()
     streams = None if config.family.block is None else build_head(weights)
     norm = weights.norm(config.family.final_norm)
@@ -196,7 +196,7 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
         raise NotNative(f"quantization of this kind ({error})") from error
     if format_ is not None and format_.is_stacked:
         raise NotNative(f"quantization of this kind ({format_.name}, with stacked experts)")
-    # As DeepSeek-V4 was published, with experts of two codes in a byte: parts are built from names that formats write.
+    # DeepSeek-V4 was published so, with two codes per byte in experts; `Weights` reads only names that formats write.
     scales = (name.removesuffix("scale") for name in reader.names if name.endswith(".scale"))
     if format_ is not None and any(f"{module}weight" in reader for module in scales):
         raise NotNative(f"quantization of this kind ({format_.name}, with scales under unusual names)")
@@ -260,12 +260,12 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
     stored = f"{config.family.embedding if config.tied else name}.weight"
     reader = weights.reader
     if head_dtype is None and isinstance(reader, ModelReader) and reader.stored_scheme(stored) is not None:
-        # The embedding of a GGUF file: its codes are multiplied, and its rows are looked up in a table of values.
+        # The embedding of a GGUF file: the head multiplies by its codes; rows are looked up in the dequantized table.
         head = weights.build(reader.codes(stored), None)
         weights.count(head.stored_bytes)
         return head
     if not config.tied and stored not in reader:
-        raise InputError(f"head_dtype {head_dtype!r}: the file stores the head as codes; leave it out")
+        raise InputError(f"head_dtype {head_dtype!r}: the file already stores the head quantized; leave head_dtype out")
     weight = table if config.tied else reader.tensor(stored).to(weights.device)
     biases = weights.biases([name], [weight])
     rounded: Tensor | QuantizedTensor = weight
@@ -280,7 +280,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
 
 
 def head_scheme(dtype: str, width: int) -> WeightScheme:
-    """Return the scheme of a quantized head (N, K) for this K."""
-    # The widest group that divides the width has the fewest scales; without one each output has a single scale.
+    """Return the scheme of a quantized head (N, K) for K = `width`."""
+    # The widest group that divides the width has the fewest scales; if none does, each output has a single scale.
     group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
     return WeightScheme(dtype=find_dtype(dtype), group_size=group)

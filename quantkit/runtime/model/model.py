@@ -82,7 +82,7 @@ class NativeModel(Model):
     Args:
         config: config of the model.
         embedding: (V, H) table, any float dtype.
-        blocks: in running order.
+        blocks: decoder layers in running order.
         streams: splits and joins several residual streams; None = the model has one stream.
         ropes: rotary embeddings that the blocks refer to by index.
         final_norm: norm before the head.
@@ -131,7 +131,7 @@ class NativeModel(Model):
         return self._logits(x, pending, batch.logit_rows)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the rows (T, H) of tokens (T,), in the model's dtype and scaled."""
+        """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled."""
         x = embedding(token_ids, self.embedding).to(self.dtype)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
@@ -147,7 +147,7 @@ class NativeModel(Model):
             max_length: maximum number of tokens of one sequence.
         """
         if self.is_recurrent:
-            return "torch computes the layers that keep a state, launch by launch"
+            return "the recurrent layers run in plain torch, launch by launch"
         if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
             return "the host must know which experts are chosen"
         if any((table.rope.turning_length or max_length) < max_length for table in self.tables):
@@ -158,7 +158,7 @@ class NativeModel(Model):
         if not len(rows):
             return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device)
         if len(rows) < len(x):
-            # Before norm and head, which then work on the wanted rows only; of a prompt that is mostly one.
+            # Before norm and head, so that both work on the wanted rows only; for a prompt, that is usually one row.
             x, pending = x[rows], None if pending is None else pending[rows]
         if self.streams is not None:
             x = self.streams(x)

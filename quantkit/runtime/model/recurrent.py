@@ -29,9 +29,9 @@ class RecurrentMixer:
         output: (T, H P) -> (T, hidden).
         shape: shape of the layer's state.
         conv, conv_bias: (W, C) and (C,) or None, float32.
-        decay, step_bias: (H,) float32: negative factor on a step; bias added to a step.
-        least_step: lower bound of a step.
-        skip: (H,) float32, factor on the value added to the output; None = no such addition.
+        decay, step_bias: (H,) float32: negative factor on the step size; bias of the step size before its softplus.
+        least_step: lower bound of the step size.
+        skip: (H,) float32, factor on the value, which is then added to the output; None = nothing is added.
         norm: (groups, H P / groups) or (P,) float32, weight of the norm; eps: its epsilon.
     """
 
@@ -100,9 +100,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def stored_rows(data: Recurrent, shape: StateShape) -> dict[str, Tensor]:
-    """Return, by module name, the row order of modules whose checkpoint order differs from the computed one.
+    """Return the row order of each module that the checkpoint stores in another order, keyed by module name.
 
-    The computed order is: queries, keys, values, then the gate, then the numbers of all heads.
+    The order needed is: queries, keys, values, then the gate, then the numbers of all heads.
     """
     keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
     if data.kind == "mamba2":  # gate, values, keys (B), queries (C), numbers

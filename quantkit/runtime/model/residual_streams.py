@@ -35,12 +35,12 @@ class _Mixing:
     floor: float
 
     def numbers(self, streams: Tensor) -> Tensor:
-        """Return (T, N), before scale and bias."""
+        """Return the N numbers of each token (T, N) from which mixing weights are made, before scale and bias."""
         x = streams.flatten(1).float()
         return F.linear(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps), self.weight)
 
     def read(self, streams: Tensor, numbers: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        """Combine the streams into one (T, H) with numbers (T, n)."""
+        """Return the sum (T, H) of the streams, weighted by the sigmoid of the scaled numbers (T, n)."""
         opened = torch.sigmoid(numbers * scale + bias) + self.floor
         return (opened.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
 
@@ -58,7 +58,7 @@ class StreamMixture(_Mixing):
     rounds: int
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return for streams (T, n, H): the input (T, H), the output weights (T, n), the mixed streams (T, n, H)."""
+        """Return the half's input (T, H), its output weights (T, n), and the mixed streams (T, n, H)."""
         count = streams.shape[1]
         weights = self.numbers(streams)
         sizes = (count, count, count * count)

@@ -121,7 +121,7 @@ class RopeTable:
         if length > self._length:
             # At least doubled: a sequence that grows token by token must not compute a new table in every step.
             self._length = max(length, 2 * self._length)
-            # Length 0: the table serves sequences up to the turning length, all with a short one's wavelengths.
+            # Length 0: the table serves sequences up to the turning length, which all have a short one's wavelengths.
             self.cos, self.sin = angles_at(self.rope, torch.arange(self._length, device=self.device))
 
 

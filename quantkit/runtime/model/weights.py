@@ -67,14 +67,14 @@ class Weights:
     device: torch.device
     num_bytes: int = 0
     stored_bytes: int = 0
-    notes: dict[str, None] = field(default_factory=dict)  # each once
+    notes: dict[str, None] = field(default_factory=dict)  # keys only: each note once
     _local: dict[str, set[str]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._local = local_names(self.reader, manifest_of(self.config)[1])
 
     def count(self, num_bytes: int, read: int | None = None) -> None:
-        """Count a part's bytes; a decode step reads all of it, or `read` bytes."""
+        """Count the bytes of a part; a decode step reads all of them, or only `read` bytes."""
         self.num_bytes += num_bytes
         self.stored_bytes += num_bytes if read is None else read
 
@@ -85,7 +85,7 @@ class Weights:
         return value
 
     def norm(self, *names: str, eps: float | None = None) -> Norm:
-        """Build a norm by full module name; norms of separate heads are combined."""
+        """Build the norm with this full module name; several names are norms of separate heads, which are combined."""
         eps = self.config.norm_eps if eps is None else eps
         if self.config.family.norm == "bare":
             return LayerNorm(None, None, eps)
@@ -104,7 +104,7 @@ class Weights:
 
         Args:
             names: full module names.
-            orders: (N,) row order of the modules that change the checkpoint's order.
+            orders: (N,) row order of the modules whose rows must be reordered, keyed by full module name.
             read_share: share of the weight that a decode step reads, for experts.
         """
         stored = [self._read(name) for name in names]
@@ -116,10 +116,10 @@ class Weights:
                 weights[number] = weight[order] if isinstance(weight, Tensor) else weight.take_rows(order)
                 if biases is not None:
                     biases[number] = biases[number][order]
-        # No second references: what is joined or laid out must be freed as soon as it has been copied.
+        # Keep no second reference: a weight must be freed as soon as it has been copied, by joining or laying out.
         del stored
         joined: Weight | None = weights[0]
-        if len(weights) > 1:  # what differs in how inputs are quantized is not joined; a mixed list gives None too
+        if len(weights) > 1:  # join only if inputs are quantized alike; a mixed list gives None too
             joined = join(weights) if len(set(schemes)) == 1 else None  # type: ignore[arg-type]
         if joined is None:
             each: Sequence[Tensor | None] = biases or [None] * len(names)
@@ -170,7 +170,7 @@ class Weights:
         return weight, linear.activation
 
     def biases(self, names: Sequence[str], weights: Sequence[Weight]) -> list[Tensor] | None:
-        """Return the bias of each module, zeros where only others have one; None if none has."""
+        """Return the bias of each module, zeros for a module without one; None if no module has one."""
         stored = [f"{name}.bias" for name in names]
         if not any(name in self.reader for name in stored):
             return None

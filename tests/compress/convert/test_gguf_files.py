@@ -67,8 +67,8 @@ def test_quantize_writes_the_file(model, tmp_path):
 def test_a_note_says_which_matrices_get_another_type_than_asked(model, tmp_path):
     notes = convert(model, "gguf", tmp_path / "k.gguf", type_name="q4_k").notes  # widths of 64 and 96
     assert notes == (
-        "Blocks of q4_k have 256 values, which do not divide 64, 96; of 16 matrices 1 are Q8_0, such as "
-        "output.weight, 15 are Q5_0, such as token_embd.weight",
+        "Rows of 64, 96 values are not whole blocks of q4_k (256 values each), so some of the 16 matrices get another "
+        "type: Q8_0 (1, such as output.weight), Q5_0 (15, such as token_embd.weight)",
     )
     assert convert(model, "gguf", tmp_path / "8.gguf", type_name="q8_0").notes == ()
 
@@ -264,7 +264,7 @@ def test_a_number_of_another_type_is_refused(tmp_path, value):
 def test_heads_that_the_rows_do_not_bear_out_are_refused(tmp_path, heads):
     path = make_model(tmp_path / "m", head_dim=16)
     edit_config(path, num_attention_heads=heads, model_type="unknown")
-    with pytest.raises(ModelError, match=f"q_proj.weight has 64 rows, config.json says {heads} heads of 16"):
+    with pytest.raises(ModelError, match=f"q_proj.weight has 64 rows, but config.json says {heads} heads of width 16"):
         convert(path, "gguf", tmp_path / "a.gguf")
 
 

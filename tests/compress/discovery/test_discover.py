@@ -278,7 +278,10 @@ def test_experts_are_one_set_and_their_router_is_ignored(choose):
         **{(f"experts.{e}.down_proj",): f"experts.{e}.up_proj" for e in range(16)},
         ("shared.down_proj",): "shared.up_proj",
     }
-    assert discovered.ignored == {"router": "a router: its outputs are chosen from", "shared_gate": "a gate: 1 outputs"}
+    assert discovered.ignored == {
+        "router": "a router: its outputs go into a softmax, top-k or sigmoid",
+        "shared_gate": "a gate: 1 outputs",
+    }
     assert discovered.dropped == ()
 
 
@@ -364,7 +367,7 @@ def test_layers_that_change_what_all_are_given_are_noticed(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaDecoderLayer, "forward", forward)
         discovered = discover(reader)
-    assert discovered.obstacle == "its layers pass on more than the layer before returns"
+    assert discovered.obstacle == "a layer receives more than the layer before it returns"
 
 
 def test_no_weight_is_read(tmp_path):

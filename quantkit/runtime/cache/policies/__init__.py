@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 REGISTRY = Registry(package=__name__, attribute="POLICY", noun="eviction policy")
 
 DEFAULT = "keydiff"
-"""Policy of a budget that names none. In the tests of docs/runtime.md it recalls facts that `window` has lost."""
+"""Policy if the settings name none. In the tests of docs/runtime.md it recalls facts that `window` has lost."""
 
 
 class Policy(ABC):
