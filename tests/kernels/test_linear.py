@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quantkit.kernels import cpu, torch_linear
-from quantkit.kernels.cpu.linear import long_chunks
 from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.affine import Ranges, WeightGrid, minmax_parameters, round_to_nearest
@@ -274,6 +273,7 @@ def test_float8_weights_may_hold_nan():
 @pytest.mark.parametrize(
     ("scheme", "activation"),
     [
+        (("int4", 16, True), None),
         (("int4", 32, False), None),
         (("int4", None, True), None),
         (("int8", None, True), None),
@@ -294,39 +294,6 @@ def test_a_token_gets_the_same_bits_in_any_batch(scheme, activation, dtype, kern
     alone = torch.cat([linear(row.unsqueeze(0)) for row in x])
     for rows in (2, 5, 6, 7, 16, 263):
         assert torch.equal(linear(x[:rows]), alone[:rows])
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        None,
-        *(("int4", 16, True), ("int4", 32, False), ("int4", None, True), ("int8", None, True), ("int8", 64, False)),
-        ("fp8", 128, True),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_long_chunks_are_multiplied_by_tiles(scheme, threads, kernels, monkeypatch):
-    """With the same bits beside other chunks and alone, while short chunks keep those they have without tiles."""
-    if kernels == "torch" or not cpu.has_amx():
-        pytest.skip("there is no AMX")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    weight = inputs(200, 640, torch.bfloat16, seed=2) if scheme is None else quantized(200, 640, *scheme)
-    linear = build_linear(weight, dtype=torch.bfloat16, device=CPU)
-    lengths = (3, 40, 1, 300, 16, 15, 5)
-    x = inputs(sum(lengths), 640, torch.bfloat16)
-    plain = linear(x)
-    with long_chunks(lengths):
-        mixed = linear(x)
-    check(lambda _: mixed, x, weight, slack=2.0**-19)
-    for length, chunk, short, result in zip(
-        lengths, x.split(lengths), plain.split(lengths), mixed.split(lengths), strict=True
-    ):
-        with long_chunks([length]):
-            assert torch.equal(linear(chunk), result)
-        assert length >= 16 or torch.equal(short, result)
-    assert scheme is not None or not torch.equal(mixed, plain), "the tiles were not used"
-    assert torch.equal(linear(x), plain), "the tiles are used after the block"
 
 
 @pytest.mark.parametrize("activation", [None, "int8"])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from quantkit.demo import DEMO_MODEL
-from quantkit.runtime.engine import runner
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 from quantkit.runtime.engine.runner import _Inputs
-from quantkit.runtime.llm import LLM
-from quantkit.runtime.types import SamplingParams
 
 
 def holder(number, row, pages):
@@ -80,22 +75,3 @@ def test_inputs_of_graphs_have_both_positions():
     assert inputs.batch.slots.tolist() == [9, -1]
     assert inputs.batch.in_text()[0].tolist() == [13, 0]
     assert inputs.batch.in_text()[1] == (100, 100)
-
-
-def test_products_are_told_how_long_the_chunks_of_a_step_are(monkeypatch):
-    """So a prompt is multiplied in the same way beside others, and its text stays the same."""
-    told, real = [], runner.long_chunks
-
-    @contextmanager
-    def record(*lengths):
-        told.append(lengths)
-        with real(*lengths):
-            yield
-
-    monkeypatch.setattr(runner, "long_chunks", record)
-    llm = LLM(str(DEMO_MODEL), dtype="bfloat16", prefix_cache=False)
-    prompts, params = [list(range(5, 45)), list(range(5, 10))], SamplingParams(max_tokens=12)
-    together = [done.token_ids for done in llm.generate(prompts, params)]
-    assert told[0] == ([40, 5], [1, 1])
-    assert [llm.generate([prompt], params)[0].token_ids for prompt in prompts] == together
-    assert told[-1] == ([5], [1])

@@ -1,8 +1,7 @@
-/* Products by tiles of AMX, of bf16 or of bytes: 32 tokens by 32 outputs at a time.
+/* Products by tiles of AMX, of bf16 or of bytes: up to 16 tokens by 64 outputs at a time, or 32 tokens by 32.
 
    The layout of linear.h is what the unit takes on the right: a row of a tile is a unit of inputs (a pair of bf16, or a
-   quad of bytes: 4 bytes) of 16 outputs. On the left it takes 16 tokens, whose inputs `qk_pack_tokens` lays out.
-   Tiles: 0 to 3 sums, two by two; 4 and 5 tokens; 6 and 7 outputs. */
+   quad of bytes: 4 bytes) of 16 outputs. On the left it takes up to 16 tokens. */
 #pragma once
 #include "quantkit.h"
 
@@ -18,15 +17,15 @@ enum { SQUARE = 32 };
 /* Units that are multiplied at once: all of a tile, or half of them. 0: groups of `width` units fit neither. */
 QK_INLINE int64_t qk_tile_step(int64_t width) { return width % 16 == 0 ? 16 : width % 8 == 0 ? 8 : 0; }
 
-/* Shape this thread's tiles; `_tile_release` must follow the last product. */
-QK_INLINE void qk_shape_tiles(int64_t step) {
+/* Shape this thread's tiles; `_tile_release` must follow the last product. 0 to 3: sums; 4 and 5: tokens; 6 and 7: outputs. */
+QK_INLINE void qk_shape_tiles(int64_t step, int64_t tokens) {
     struct {
         uint8_t palette, start, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
-        shapes.rows[i] = (uint8_t)(i < 6 ? 16 : step);
+        shapes.rows[i] = (uint8_t)(i < 6 ? qk_min(16, tokens) : step);
         shapes.bytes[i] = (uint16_t)(i == 4 || i == 5 ? 4 * step : 64);
     }
     QK_FENCE;
@@ -50,16 +49,19 @@ QK_INLINE void qk_pack_tokens(const void *x, int64_t tokens, int64_t units, int6
     }
 }
 
+#define QK_CLEAR_SUMS \
+    _tile_zero(0); \
+    _tile_zero(1); \
+    _tile_zero(2); \
+    _tile_zero(3); \
+    QK_FENCE
+
 /* sums (32, 32), of floats or of int32, = x w' over `count` units. w: two blocks of outputs of a panel; x: packed tokens,
    the second block `next` bytes after the first; multiply: _tile_dpbf16ps or _tile_dpbsud. */
-#define QK_SQUARE(multiply, w, x, next, step, count, sums) \
+#define QK_MULTIPLY_SQUARE(multiply, w, x, next, step, count, sums) \
     do { \
         const uint8_t *right = (const uint8_t *)(w), *left = (const uint8_t *)(x); \
-        _tile_zero(0); \
-        _tile_zero(1); \
-        _tile_zero(2); \
-        _tile_zero(3); \
-        QK_FENCE; \
+        QK_CLEAR_SUMS; \
         for (int64_t unit = 0; unit < (count); unit += (step), right += 256 * (step), left += 64 * (step)) { \
             _tile_loadd(4, left, 4 * (step)); \
             _tile_loadd(6, right, 256); \
@@ -74,6 +76,29 @@ QK_INLINE void qk_pack_tokens(const void *x, int64_t tokens, int64_t units, int6
         _tile_stored(1, (sums) + 16, 4 * SQUARE); \
         _tile_stored(2, (sums) + 16 * SQUARE, 4 * SQUARE); \
         _tile_stored(3, (sums) + 16 * SQUARE + 16, 4 * SQUARE); \
+        QK_FENCE; \
+    } while (0)
+
+/* sums (tokens, 64) of at most 16 tokens and a whole panel. x: not packed, `stride` bytes per token. */
+#define QK_MULTIPLY_STRIP(multiply, w, x, stride, step, count, sums) \
+    do { \
+        const uint8_t *right = (const uint8_t *)(w), *left = (const uint8_t *)(x); \
+        QK_CLEAR_SUMS; \
+        for (int64_t unit = 0; unit < (count); unit += (step), right += 256 * (step), left += 4 * (step)) { \
+            _tile_loadd(4, left, (stride)); \
+            _tile_loadd(6, right, 256); \
+            multiply(0, 4, 6); \
+            _tile_loadd(7, right + 64, 256); \
+            multiply(1, 4, 7); \
+            _tile_loadd(6, right + 128, 256); \
+            multiply(2, 4, 6); \
+            _tile_loadd(7, right + 192, 256); \
+            multiply(3, 4, 7); \
+        } \
+        _tile_stored(0, (sums), 256); \
+        _tile_stored(1, (sums) + 16, 256); \
+        _tile_stored(2, (sums) + 32, 256); \
+        _tile_stored(3, (sums) + 48, 256); \
         QK_FENCE; \
     } while (0)
 #else

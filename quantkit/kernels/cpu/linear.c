@@ -6,7 +6,7 @@
 #include "amx.h"
 #include "linear_segment.h"
 
-enum { TILE_BYTES = 16384, ALWAYS = 1 << 30 };
+enum { TILE_BYTES = 16384, ALWAYS = 1 << 30, AHEAD = 4096 };
 
 /* Up to this many tokens codes are dequantized in registers, again for each block of MAX_TOKENS; beyond, once into a tile.
    Measured on Zen 4, 2048 x 2048, ms at 8, 16, 32, 128 tokens, registers against tile:
@@ -25,8 +25,8 @@ typedef struct {
     int64_t tokens, pairs, stride, groups;
     int64_t width, run, runs_per_group, runs; /* pairs of a group, and of a run: what is summed before it is scaled */
     int x_is_bf16;
-    const uint8_t *packed; /* inputs for tiles of `step` pairs; NULL: no tiles */
-    int64_t step;
+    int64_t step;          /* pairs that tiles multiply at once; 0: no tiles */
+    const uint8_t *packed; /* inputs for tiles; NULL: as they are */
 } Job;
 
 /* What the sums of one group, or of a piece of it, are multiplied by. `run` counts the pieces. */
@@ -60,6 +60,8 @@ static void dequantize(int storage, int to_bf16, const uint8_t *w, int64_t pairs
         for (int64_t p = 0; p < pairs; p++) { \
             if (to_bf16) { \
                 __m512i v[4]; \
+                _mm_prefetch((const char *)w + p * PAIR_BYTES[kind] + AHEAD, _MM_HINT_T0); \
+                if (PAIR_BYTES[kind] > 64) _mm_prefetch((const char *)w + p * PAIR_BYTES[kind] + AHEAD + 64, _MM_HINT_T0); \
                 load_pair(kind, w + p * PAIR_BYTES[kind], table, v); \
                 for (int b = 0; b < 4; b++) _mm512_store_si512(tile + 256 * p + 64 * b, v[b]); \
             } else { \
@@ -161,24 +163,42 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
 }
 
 #if QK_AMX
-/* main[token][64] += factors * (w * x) for 32 outputs from block `block` on and at most 32 tokens, over `pairs` pairs. */
-static void add_square(const Job *job, const uint8_t *w, const uint8_t *x, int64_t pairs, int64_t tokens, int block,
-                       const Factors *factors, float *main) {
-    float sums[SQUARE * SQUARE] __attribute__((aligned(64)));
-    QK_SQUARE(_tile_dpbf16ps, w + 64 * block, x, 64 * job->pairs, job->step, pairs, sums);
+/* main[token][64] += factors * sums, for `blocks` blocks of 16 outputs from `first` on; a token's sums are `width` apart. */
+QK_INLINE void add_sums(const float *sums, int64_t width, int64_t tokens, int first, int blocks, const Factors *factors,
+                        float *main) {
     for (int64_t m = 0; m < tokens; m++)
-        UNROLL for (int b = 0; b < 2; b++) {
-            __m512 sum = _mm512_load_ps(sums + SQUARE * m + 16 * b);
-            float *to = main + QK_PANEL * m + 16 * (block + b);
+        UNROLL for (int b = 0; b < blocks; b++) {
+            __m512 sum = _mm512_load_ps(sums + width * m + 16 * b);
+            float *to = main + QK_PANEL * m + 16 * (first + b);
             if (factors->inputs)
-                sum = _mm512_fnmadd_ps(factors->zero[block + b], _mm512_set1_ps(factors->inputs[m * factors->stride]), sum);
+                sum = _mm512_fnmadd_ps(factors->zero[first + b], _mm512_set1_ps(factors->inputs[m * factors->stride]), sum);
             __m512 before = _mm512_loadu_ps(to);
             _mm512_storeu_ps(to, factors->dense ? _mm512_add_ps(sum, before)
-                                                : _mm512_fmadd_ps(sum, factors->scale[block + b], before));
+                                                : _mm512_fmadd_ps(sum, factors->scale[first + b], before));
         }
 }
 
-/* As one_panel. A sum has another order than there: evens, odds, then both. */
+/* Pairs p..p + pairs of a panel, as bf16 in `w`, for `tokens` tokens from `token` on. */
+static void multiply_by_tiles(const Job *job, const uint8_t *w, int64_t p, int64_t pairs, int64_t token, int64_t tokens,
+                              Factors *factors, float *main) {
+    float sums[SQUARE * SQUARE] __attribute__((aligned(64)));
+    if (!job->packed) {
+        const uint16_t *x = (const uint16_t *)job->x + token * job->stride + 2 * p;
+        QK_MULTIPLY_STRIP(_tile_dpbf16ps, w, x, 2 * job->stride, job->step, pairs, sums);
+        add_sums(sums, QK_PANEL, tokens, 0, 4, factors, main);
+        return;
+    }
+    for (int64_t m = 0; m < tokens; m += SQUARE) {
+        const uint8_t *x = job->packed + ((token + m) * job->pairs + 16 * p) * 4;
+        for (int block = 0; block < 4; block += 2) {
+            QK_MULTIPLY_SQUARE(_tile_dpbf16ps, w + 64 * block, x, 64 * job->pairs, job->step, pairs, sums);
+            add_sums(sums, SQUARE, qk_min(SQUARE, tokens - m), block, 2, factors, main + m * QK_PANEL);
+        }
+        if (factors->inputs) factors->inputs += SQUARE * factors->stride;
+    }
+}
+
+/* As one_panel. */
 static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int64_t tokens, uint8_t *memory) {
     const QkLinear *linear = job->linear;
     float *main = (float *)(memory + TILE_BYTES);
@@ -194,36 +214,48 @@ static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int
             stop = qk_min(end, qk_min(group * job->width + (run + 1) * job->run, (group + 1) * job->width));
             Factors factors = {0};
             load_factors(job, panel, group, group * job->runs_per_group + run, token, &factors);
-            for (int64_t m = 0; m < tokens; m += SQUARE) {
-                const uint8_t *x = job->packed + ((token + m) * job->pairs + 16 * p) * 4;
-                for (int block = 0; block < 4; block += 2)
-                    add_square(job, w, x, stop - p, qk_min(SQUARE, tokens - m), block, &factors, main + m * QK_PANEL);
-                if (factors.inputs) factors.inputs += SQUARE * factors.stride;
-            }
+            multiply_by_tiles(job, w, p, stop - p, token, tokens, &factors, main);
         }
     }
     qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
 }
 #endif
 
+/* Inputs for tiles, if the product is made by them: that depends on the weight, and not on how many tokens there are,
+   since sums are formed in another order. Returns 0; 1 when memory is out. */
+static int prepare_tiles(Job *job, int threads) {
+#if QK_AMX
+    job->step = job->x_is_bf16 && qk_has_amx() ? qk_tile_step(job->width) : 0;
+    if (!job->step || job->tokens <= 16) return 0;
+    uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(job->tokens, job->pairs));
+    if (!packed) return 1;
+    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")
+    for (int64_t m = 0; m < job->tokens; m += SQUARE)
+        qk_pack_tokens(job->x, job->tokens, job->pairs, job->step, m, packed);
+    job->packed = packed;
+#endif
+    (void)job, (void)threads;
+    return 0;
+}
+
 static int run_panels(const Job *job, QkRange range) {
     size_t bytes = TILE_BYTES + sizeof(float) * QK_PANEL * QK_ROWS;
     uint8_t *memory = qk_scratch(QK_SLOT_LINEAR_PANEL, bytes);
     if (!memory) return 1;
 #if QK_AMX
-    if (job->packed) qk_shape_tiles(job->step);
+    if (job->step) qk_shape_tiles(job->step, job->tokens);
 #endif
     for (int64_t panel = range.first; panel < range.last; panel++)
         for (int64_t token = 0; token < job->tokens; token += QK_ROWS) {
             int64_t tokens = qk_min(QK_ROWS, job->tokens - token);
 #if QK_AMX
-            if (job->packed) one_panel_by_tiles(job, panel, token, tokens, memory);
+            if (job->step) one_panel_by_tiles(job, panel, token, tokens, memory);
             else
 #endif
             one_panel(job, panel, token, tokens, memory);
         }
 #if QK_AMX
-    if (job->packed) _tile_release();
+    if (job->step) _tile_release();
 #endif
     return 0;
 }
@@ -311,7 +343,7 @@ static int begin(Job *job, const QkProduct *product) {
 int qk_linear_share(const QkProduct *product, int thread, int threads) {
     QkRange panels = qk_share(qk_panels(product), thread, threads);
     Job job;
-    return panels.first < panels.last && (begin(&job, product) || run_panels(&job, panels));
+    return panels.first < panels.last && (begin(&job, product) || prepare_tiles(&job, 1) || run_panels(&job, panels));
 }
 
 /* x: (tokens, k), out: (tokens, n), both contiguous and both bf16 or both float. Returns 0; 1 when memory is out. */
@@ -322,28 +354,6 @@ QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_
     if (!tokens) return 0;
     if (begin(&job, &product)) return 1;
     threads = qk_threads(&product, threads);
+    if (prepare_tiles(&job, threads)) return 1;
     QK_RUN_PANELS(run_panels, &job, threads)
-}
-
-/* As qk_linear, by tiles of AMX where there are any and the groups fit them. */
-QK_EXPORT int qk_linear_by_tiles(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16,
-                                 int activation, int threads) {
-#if QK_AMX
-    QkProduct product = {linear, x, out, linear->n, tokens, is_bf16, activation};
-    Job job;
-    if (!tokens) return 0;
-    if (begin(&job, &product)) return 1;
-    threads = qk_threads(&product, threads);
-    job.step = qk_tile_step(job.width);
-    if (job.x_is_bf16 && job.step && qk_has_amx()) {
-        uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(tokens, job.pairs));
-        if (!packed) return 1;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int64_t m = 0; m < tokens; m += SQUARE) qk_pack_tokens(job.x, tokens, job.pairs, job.step, m, packed);
-        job.packed = packed;
-    }
-    QK_RUN_PANELS(run_panels, &job, threads)
-#else
-    return qk_linear(linear, x, out, tokens, is_bf16, activation, threads);
-#endif
 }

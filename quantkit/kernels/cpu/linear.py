@@ -4,10 +4,7 @@ Shapes: T tokens, N outputs, K inputs, G scales per row; P = N / 64 panels, roun
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,48 +26,6 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
 # Integer sums of K products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
-_LONG = 16  # tokens that fill a tile
-
-
-class _Rows(NamedTuple):
-    """Rows of inputs that are multiplied in the same way."""
-
-    first: int
-    last: int
-    by_tiles: bool
-
-
-_ROWS: ContextVar[Mapping[int, tuple[_Rows, ...]]] = ContextVar("rows by tiles", default={})  # noqa: B039 never mutated
-
-
-@contextmanager
-def long_chunks(*lengths: Sequence[int]) -> Iterator[None]:
-    """Multiply the tokens of long chunks by AMX tiles inside the block; on CPUs without AMX, do nothing.
-
-    Products by tiles are several times as fast, and add up in another order. So the length of a chunk decides, not how
-    many tokens a step has: decoded tokens and short drafts get the same bits in any batch.
-
-    Args:
-        lengths: number of tokens of each chunk, for each number of rows that products in the block may have.
-    """
-    rows = {sum(each): _divide(each) for each in lengths if max(each, default=0) >= _LONG} if cpu.has_amx() else {}
-    token = _ROWS.set(rows)
-    try:
-        yield
-    finally:
-        _ROWS.reset(token)
-
-
-def _divide(lengths: Sequence[int]) -> tuple[_Rows, ...]:
-    """Join neighbouring chunks that are all long, or all short."""
-    rows: list[_Rows] = []
-    end = 0
-    for length in lengths:
-        start, end = end, end + length
-        if rows and rows[-1].by_tiles == (length >= _LONG):
-            start = rows.pop().first
-        rows.append(_Rows(start, end, length >= _LONG))
-    return tuple(rows)
 
 
 class _Descriptor(ctypes.Structure):
@@ -132,9 +87,7 @@ class NativeLinear(Linear):
         self.activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
         self.is_int8 = storage == _U8
         name = "qk_linear_int8" if self.is_int8 else "qk_linear"
-        signature = (*[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3)
-        self._multiply = cpu.function(name, *signature, returns=ctypes.c_int)
-        self._by_tiles = cpu.function("qk_linear_by_tiles", *signature, returns=ctypes.c_int)
+        self._multiply = cpu.function(name, *[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3, returns=ctypes.c_int)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self.dtype:
@@ -145,16 +98,10 @@ class NativeLinear(Linear):
         if width != self.in_features:  # C would read past the end
             raise ValueError(f"inputs of shape {tuple(x.shape)} do not match a weight with {self.in_features} inputs")
         out = x.new_empty((tokens, self.out_features))
-        rows = None if self.is_int8 else _ROWS.get().get(tokens)  # sums of integers are the same either way
-        for first, last, by_tiles in rows or ((0, tokens, False),):
-            self._run(x[first:last], out[first:last], by_tiles)
-        return out
-
-    def _run(self, x: Tensor, out: Tensor, by_tiles: bool) -> None:
-        multiply = self._by_tiles if by_tiles else self._multiply
         threads = torch.get_num_threads()
-        if multiply(self.address, x.data_ptr(), out.data_ptr(), len(x), self._kind, self.activation, threads):
-            raise ResourceError(f"out of memory for the inputs of a linear layer, {len(x)} x {self.in_features}")
+        if self._multiply(self.address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self.activation, threads):
+            raise ResourceError(f"out of memory for the inputs of a linear layer, {tokens} x {self.in_features}")
+        return out
 
 
 def available(device: torch.device) -> bool:

@@ -14,8 +14,8 @@ typedef struct {
     float *row_scale;
     int32_t *sums;  /* of the inputs, [token][group] */
     int64_t tokens, quads, groups;
-    const uint8_t *packed; /* inputs for tiles of `step` quads; NULL: no tiles */
-    int64_t step;
+    int64_t step;          /* quads that tiles multiply at once; 0: no tiles */
+    const uint8_t *packed; /* inputs for tiles; NULL: as they are */
 } Job;
 
 /* partial[token][64] (+)= w * x over `quads` quads; x has `stride` bytes per token. */
@@ -165,37 +165,63 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
 static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int64_t tokens, float *main) {
     int64_t width = job->linear->group / 4;
     const uint8_t *w = job->linear->codes + panel * job->quads * QUAD_BYTES;
+    int32_t sums[SQUARE * SQUARE] __attribute__((aligned(64)));
     memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
-    for (int64_t group = 0; group < job->groups; group++, w += width * QUAD_BYTES)
-        for (int64_t m = 0; m < tokens; m += SQUARE)
+    for (int64_t group = 0; group < job->groups; group++, w += width * QUAD_BYTES) {
+        if (!job->packed) {
+            const int8_t *x = job->x + (token * job->quads + group * width) * 4;
+            QK_MULTIPLY_STRIP(_tile_dpbsud, w, x, 4 * job->quads, job->step, width, sums);
+            add_group(job, panel, group, token, tokens, 0, 4, sums, QK_PANEL, main);
+            continue;
+        }
+        for (int64_t m = 0; m < tokens; m += SQUARE) {
+            const uint8_t *x = job->packed + ((token + m) * job->quads + 16 * group * width) * 4;
             for (int block = 0; block < 4; block += 2) {
-                int32_t sums[SQUARE * SQUARE] __attribute__((aligned(64)));
-                const uint8_t *x = job->packed + ((token + m) * job->quads + 16 * group * width) * 4;
-                QK_SQUARE(_tile_dpbsud, w + 64 * block, x, 64 * job->quads, job->step, width, sums);
+                QK_MULTIPLY_SQUARE(_tile_dpbsud, w + 64 * block, x, 64 * job->quads, job->step, width, sums);
                 add_group(job, panel, group, token + m, qk_min(SQUARE, tokens - m), block, block + 2, sums, SQUARE,
                           main + m * QK_PANEL);
             }
+        }
+    }
     qk_store_tokens(job->product, panel, token, tokens, main, job->row_scale);
 }
 #endif
+
+/* Inputs for tiles, if the product is made by them. Returns 0; 1 when memory is out. */
+static int prepare_tiles(Job *job, int threads) {
+#if QK_AMX
+    int64_t group = job->linear->group;
+    int fits = job->tokens >= FOR_TILES && job->groups * group == job->quads * 4 && qk_has_amx();
+    job->step = fits ? qk_tile_step(group / 4) : 0;
+    if (!job->step || job->tokens <= 16) return 0;
+    uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(job->tokens, job->quads));
+    if (!packed) return 1;
+    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")
+    for (int64_t m = 0; m < job->tokens; m += SQUARE)
+        qk_pack_tokens(job->x, job->tokens, job->quads, job->step, m, packed);
+    job->packed = packed;
+#endif
+    (void)job, (void)threads;
+    return 0;
+}
 
 static int run_panels(const Job *job, QkRange range) {
     float *memory = qk_scratch(QK_SLOT_LINEAR_PANEL, 2 * sizeof(float) * QK_PANEL * QK_ROWS);
     if (!memory) return 1;
 #if QK_AMX
-    if (job->packed) qk_shape_tiles(job->step);
+    if (job->step) qk_shape_tiles(job->step, job->tokens);
 #endif
     for (int64_t panel = range.first; panel < range.last; panel++)
         for (int64_t token = 0; token < job->tokens; token += QK_ROWS) {
             int64_t tokens = qk_min(QK_ROWS, job->tokens - token);
 #if QK_AMX
-            if (job->packed) one_panel_by_tiles(job, panel, token, tokens, memory);
+            if (job->step) one_panel_by_tiles(job, panel, token, tokens, memory);
             else
 #endif
             one_panel(job, panel, token, tokens, memory);
         }
 #if QK_AMX
-    if (job->packed) _tile_release();
+    if (job->step) _tile_release();
 #endif
     return 0;
 }
@@ -233,7 +259,7 @@ int qk_linear_int8_share(const QkProduct *product, int thread, int threads) {
     if (panels.first == panels.last) return 0;
     if (begin(&job, product)) return 1;
     for (int64_t m = 0; m < job.tokens; m++) quantize_token(&job, m);
-    return run_panels(&job, panels);
+    return prepare_tiles(&job, 1) || run_panels(&job, panels);
 }
 
 /* As qk_linear; the input is always rounded to int8. */
@@ -246,15 +272,6 @@ QK_EXPORT int qk_linear_int8(const QkLinear *linear, const void *x, void *out, i
     threads = qk_threads(&product, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens >= 8)
     for (int64_t m = 0; m < tokens; m++) quantize_token(&job, m);
-#if QK_AMX
-    job.step = qk_tile_step(linear->group / 4);
-    if (tokens >= FOR_TILES && job.step && job.groups * linear->group == job.quads * 4 && qk_has_amx()) {
-        uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(tokens, job.quads));
-        if (!packed) return 1;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int64_t m = 0; m < tokens; m += SQUARE) qk_pack_tokens(job.x, tokens, job.quads, job.step, m, packed);
-        job.packed = packed;
-    }
-#endif
+    if (prepare_tiles(&job, threads)) return 1;
     QK_RUN_PANELS(run_panels, &job, threads)
 }

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from quantkit.errors import first_line
 from quantkit.kernels import gpu
-from quantkit.kernels.cpu.linear import long_chunks
 from quantkit.kernels.transfer import aligned
 from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -125,8 +124,7 @@ class Runner:
         batch = self._builder.build(chunks)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
-        with long_chunks([len(chunk.tokens) for chunk in chunks], [chunk.num_logits for chunk in chunks]):
-            return self.model.forward(batch, self.cache)
+        return self.model.forward(batch, self.cache)
 
 
 # Fewest pages that a graph reads: short sequences would only make more graphs.
