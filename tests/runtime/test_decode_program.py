@@ -17,7 +17,7 @@ from tests.runtime.helpers import make_loud_model, prompts
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
 SWITCH = "QUANTKIT_DECODE_PROGRAM"
 # From a single token on; pages have 16 tokens, and some prompts end beside the border of one.
-LENGTHS = (5, 1, 15, 16, 17, 33, 40, 8)
+LENGTHS = (5, 1, 15, 16, 17, 33, 40, 8, *range(2, 14))
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +96,13 @@ def test_quantized_weights(folder, monkeypatch, tmp_path, recipe, head):
     settings = {"weights.group_size": 16} if recipe == "rtn-int4" else {}
     quantize(folder("llama"), recipe, tmp_path / "out", overrides=settings)
     check(tmp_path / "out", monkeypatch, head_dtype=head, threads=2)
+
+
+@pytest.mark.parametrize("recipe", ["rtn-int4", "w8a8-int8"])
+def test_more_sequences_than_an_amx_tile_has_rows(folder, monkeypatch, tmp_path, recipe):
+    settings = {"weights.group_size": 32} if recipe == "rtn-int4" else {}
+    quantize(folder("llama"), recipe, tmp_path / "out", overrides=settings)
+    check(tmp_path / "out", monkeypatch, batch=20, max_sequences=20, threads=2, dtype="bf16")
 
 
 def test_linears_that_are_not_fused(folder, monkeypatch):
