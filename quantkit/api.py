@@ -75,7 +75,8 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recip
         RecipeError: the recipe is not valid; the message gives file, field, value and the valid values.
     """
     if isinstance(recipe, Recipe):
-        data = {"description": recipe.description, "gates": list(recipe.gates), **recipe.source}
+        measured = None if recipe.measured is None else dict(recipe.measured)
+        data = {"description": recipe.description, "gates": list(recipe.gates), "measured": measured, **recipe.source}
         return build(patched(data, overrides), recipe.name) if overrides else recipe
     return load(recipe, overrides)
 
@@ -121,9 +122,10 @@ def verify(
 
 def search(
     model: str | Path | None = None,
-    recipe: str | Path | Recipe = "gptq-int4",
+    recipe: str | Path | Recipe | None = None,
     output: str | Path | None = None,
     *,
+    format: str | None = None,
     bits: float | None = None,
     num_bytes: int | None = None,
     kl: float | None = None,
@@ -136,10 +138,12 @@ def search(
 
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
-        recipe: recipe to start from: a shipped name, a file, or a Recipe.
+        recipe: recipe to start from: a shipped name, a file, or a Recipe; None = gptq-int4, or gguf-q4_k without its
+            overrides if the format is gguf.
         output: recipe file to write; None = `./<model>-<target>.yaml`.
+        format: on-disk format, such as gguf; None = the recipe's. Not for a Recipe.
         bits: target: maximum stored bits per weight. Give exactly one of the four targets.
-        num_bytes: target: maximum bytes of the whole checkpoint.
+        num_bytes: target: maximum bytes of the whole checkpoint or file.
         kl: target: maximum mean KL to the original.
         recovery: target: minimum per cent of the original's task scores.
         overrides: recipe fields to replace, keyed by dotted path.
@@ -153,10 +157,12 @@ def search(
     # Imported late: compressing and reading recipes need no runtime.
     from quantkit.bit_search.options import SearchOptions, SearchTarget
     from quantkit.bit_search.run import search_recipe
+    from quantkit.bit_search.start import start_recipe
 
     target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
     file = None if output is None else Path(output)
-    options = SearchOptions(recipe=load_recipe(recipe, overrides), output=file, **how)
+    start = load_recipe(recipe, overrides) if isinstance(recipe, Recipe) else start_recipe(recipe, format, overrides)
+    options = SearchOptions(recipe=start, output=file, **how)
     return search_recipe(None if model is None else str(model), target, options, progress=progress)
 
 

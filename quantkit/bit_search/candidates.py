@@ -16,8 +16,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
 from quantkit.errors import GateFailure, RecipeError, SchemeError, first_line
-from quantkit.formats import REGISTRY as FORMATS
-from quantkit.numerics.dtype import DTYPES, find_dtype
+from quantkit.numerics.dtype import DTYPES, GGML_TYPES, find_dtype
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.planning.memory import from_linear
 
@@ -40,13 +39,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The candidate as users write it, e.g. `int4:32`."""
-        return f"{self.dtype}:{self.group_size}"
+        """The candidate as users write it, e.g. `int4:32`, or `q4_k`, whose groups are fixed."""
+        return self.dtype if self.dtype in GGML_TYPES else f"{self.dtype}:{self.group_size}"
 
     @property
     def file_name(self) -> str:
         """`name` without a colon, for file names."""
-        return f"{self.dtype}-{self.group_size}"
+        return self.name.replace(":", "-")
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
             raise RecipeError(f"candidate {text!r}: {error}") from None
         if colon and size != "channel" and not re.fullmatch(r"[1-9]\d*", size):
             raise RecipeError(f"candidate {text!r}: {size!r} is not a group size; write int4:32 or int8:channel")
-        groups: int | str = (size if size == "channel" else int(size)) if colon else group_size
+        groups: int | str = (size if size == "channel" else int(size)) if colon else dtype.group or group_size
         candidates.append(Candidate(dtype=dtype.name, group_size=groups))
     if not candidates:
         raise RecipeError("no candidates to choose from; give number types such as int3,int4,int8")
@@ -113,6 +112,14 @@ def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
     if group_size == "channel" or int(group_size) > FINE:
         candidates += [Candidate(dtype=name, group_size=FINE) for name in names if DTYPES[name].bits in (3, 4, 5)]
     return tuple(candidates)
+
+
+def gguf_candidates() -> tuple[Candidate, ...]:
+    """Return the types of a GGUF file: the K types, Q4_1 and Q8_0.
+
+    Rows that 256 does not divide get Q4_0, Q5_0, Q5_1 and Q8_0 in place of K types. Q4_1 lies between Q4_0 and Q5_0.
+    """
+    return read_candidates(("q2_k", "q3_k", "q4_k", "q4_1", "q5_k", "q6_k", "int8:32"), FINE)
 
 
 def changed(base: Recipe, default: Candidate, **fields: Any) -> Recipe:
@@ -163,17 +170,13 @@ def usable(
     Returns:
         The usable candidates in the given order, and one line for each of the others with the reason.
     Raises:
-        RecipeError: the base recipe has overrides, no candidate can be used, or quantkit cannot run the format.
+        RecipeError: the base recipe has overrides, or no candidate can be used.
         ModelError: the model cannot be compressed.
         GateFailure: even the smallest choice needs more than `bits`; says how many.
     """
     if base.source["overrides"]:
         raise RecipeError(
             f"recipe {base.name!r} has overrides, which a search writes itself; remove them or use ignore"
-        )
-    if FORMATS.load(base.format).suffix:
-        raise RecipeError(
-            f"quantkit cannot run {base.format} files, so a search cannot measure them; use a recipe of another format"
         )
     kept: dict[Candidate, dict[str, LinearScheme]] = {}  # and the scheme of each linear under it
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate

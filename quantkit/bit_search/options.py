@@ -43,6 +43,12 @@ class SearchOptions:
     )
     text: str | None = setting(None, "Text that the loss is measured on.", flag="--text FILE", shown="a shipped one")
     max_tokens: int = setting(8192, "Tokens of that text for each measurement.", flag="--tokens", minimum=2)
+    rounds: int = setting(
+        3,
+        "Rounds that correct the choice for what the groups do together; for --bits and --size.",
+        flag="--rounds",
+        minimum=0,
+    )
     work: Path | None = setting(
         None, "Folder that keeps trials and numbers for further searches.", flag="--work DIR", kind=Path
     )
@@ -70,7 +76,10 @@ class SearchTarget:
 
     bits: float | None = setting(None, "Target: stored bits per weight, at most.", flag="--bits", above=0, kind=float)
     num_bytes: int | None = setting(
-        None, "Target: size of the whole checkpoint, at most, e.g. 2GiB.", flag="--size SIZE", read=parse_bytes
+        None,
+        "Target: size of the whole checkpoint or GGUF file, at most, e.g. 2GiB or 90MB.",
+        flag="--size SIZE",
+        read=parse_bytes,
     )
     kl: float | None = setting(None, "Target: mean KL to the original, at most.", flag="--kl", above=0, kind=float)
     recovery: float | None = setting(

@@ -88,6 +88,7 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
     lines += ["steps:" if source["steps"] else "steps: []", *(f"  - {_flow(step)}" for step in source["steps"])]
     lines += [f"{key}: {_flow(value)}" for key, value in source.items() if key not in _WRITTEN]
     lines += [f"gates: {_flow(list(recipe.gates))}"] if recipe.gates else []
+    lines += [f"measured: {_flow(dict(recipe.measured))}"] if recipe.measured else []
     write_text(path, "\n".join([*lines, ""]))
 
 

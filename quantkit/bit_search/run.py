@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,13 @@ from quantkit.bit_search.candidates import (
     base_groups,
     changed,
     default_candidates,
+    gguf_candidates,
     read_candidates,
     trial,
     usable,
 )
 from quantkit.bit_search.choose import Judge, Progress, within_budget, within_kl
+from quantkit.bit_search.gguf_parts import EMBEDDING, embedding_type, is_gguf
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.outputs import Outputs, SearchState, open_outputs
 from quantkit.bit_search.recipe_file import default_candidate, overrides, remarks_on, write_recipe
@@ -43,14 +45,16 @@ from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.evaluate.tasks import read_named_text, speaks_demo
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.numerics.dtype import find_dtype
 from quantkit.output.writer import write_json
-from quantkit.quantities import dtype_name
+from quantkit.quantities import byte_size, dtype_name
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 from quantkit.sweep.trials import Trial, TrialCommand, check_place, planned_bytes, run_trials
 
 _REFERENCE_BYTES = 2 << 30  # the most bytes of reference logits of the original
+_CHOSEN = ("name", "weights", "overrides", "embedding")  # fields of a recipe that a search sets
 _TRIES = 3  # recipes to compress and measure before the search gives up on a target
 
 
@@ -89,7 +93,7 @@ class _Search:
         outputs: locked output paths.
     Attributes:
         held_out: windows that were not used to measure the groups.
-        data, num_tokens: name of the text, and the number of tokens used to measure the groups.
+        data, text_sha256, num_tokens: name and digest of the text, and the number of tokens used to measure the groups.
         notes: remarks for the user.
         trial: folder of the model that was compressed with the last choice.
     """
@@ -97,14 +101,14 @@ class _Search:
     def __init__(
         self, model: str | None, target: SearchTarget, options: SearchOptions, outputs: Outputs, progress: Progress
     ) -> None:
-        self.target, self.outputs, self.trial = target, outputs, Path()
+        self.target, self.outputs, self.trial, self._rounds = target, outputs, Path(), options.rounds
         work, folder = outputs.work.path, resolve(model)
         moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
         self.candidates, notes = _candidates(model, options, target.bits)
         engine = {"dtype": "float32", "device": options.device, **options.engine}
         progress("loading the original")
         self.original = load_llm(str(folder), **engine)
-        self.data, windows, text_notes = _windows(self.original, options)
+        self.data, self.text_sha256, windows, text_notes = _windows(self.original, options)
         # Neighbouring windows have similar content, so both halves are alike and share no token.
         used = few(windows[::2], self.original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
         # A text with a single window leaves none to hold out.
@@ -126,7 +130,7 @@ class _Search:
             engine=engine,
             progress=progress,
         )
-        if (options.on, options.jobs) != ("local", 1):
+        if (options.on, options.jobs) != ("local", 1) and not is_gguf(options.recipe):
             _compress_ahead(self.runner, self.candidates, state.threads, options)
         probe = Probe(self.original, used)
         self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state, moved)
@@ -135,12 +139,16 @@ class _Search:
         """Choose, write, compress and measure; repeat with a smaller KL if the model missed the target."""
         target, measured, progress = self.target, self.measured, self.runner.progress
         if target.bits is not None:
-            return self.verify(within_budget(measured, target.bits * measured.num_weights / 8, progress=progress))
+            return self.verify(self._choose(target.bits * measured.num_weights / 8))
         if target.num_bytes is not None:
             left = target.num_bytes - measured.rest_bytes
             if left <= 0:
                 raise GateFailure(f"tensors that are never compressed take {measured.rest_bytes} bytes; raise --size")
-            return self.verify(within_budget(measured, left, progress=progress))
+            most = max(measured.total((n,) * len(measured.groups)).cost for n in range(len(self._names)))
+            if left > most:
+                largest = byte_size(measured.rest_bytes + round(most))
+                self.notes = (*self.notes, f"The largest choice takes {largest}, less than --size allows.")
+            return self.verify(self._choose(left))
         judge = None if target.recovery is None else Judge(original=self.original, goal=target.recovery)
         kl = target.kl if judge is None else judge.first_kl(*self._coarsest())
         assert kl is not None
@@ -150,6 +158,10 @@ class _Search:
                 break
             kl = kl * 0.97 * kl / result.measured_kl if judge is None else judge.next_kl(result)
         return result
+
+    def _choose(self, budget: float) -> Choice:
+        """Return the choice with the smallest KL within a budget of bytes."""
+        return within_budget(self.measured, budget, rounds=self._rounds, progress=self.runner.progress)
 
     def _coarsest(self) -> tuple[LLM, float]:
         """Return the coarsest model that still works, and its KL, for a first estimate of the accuracy loss."""
@@ -172,18 +184,19 @@ class _Search:
         recipe = self._write(choice, remarks)
         runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits")
         text = json.dumps([recipe.source, recipe.gates])  # a choice is only numbers of candidates, which may change
-        self.trial = runner.folder / f"result-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        name = f"result-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        self.trial = runner.folder / f"{name}{FORMATS.load(recipe.format).suffix}"
         made = runner.compress(recipe, self.trial)
         llm = runner.load(self.trial)
         kl = fresh.compare(llm).mean
-        self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."])
+        self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."], self._measurement(kl))
         recovery = None if judge is None else judge.recovery(llm)
         return SearchResult(
             model=made.model,
             recipe=str(self.outputs.recipe.output),
             base=runner.base.name,
             target=self.target.text,
-            reached=self._is_reached(kl, recovery),
+            reached=self._is_reached(kl, recovery, made.output_bytes),
             bits_per_weight=bits,
             output_bytes=made.output_bytes,
             candidates=self._candidate_records(),
@@ -198,30 +211,54 @@ class _Search:
             notes=self.notes,
         )
 
-    def _is_reached(self, kl: float, recovery: float | None) -> bool:
-        """Whether a model meets the target; every choice meets a target in bits or bytes."""
+    def _measurement(self, kl: float) -> dict[str, Any]:
+        """Return the section `measured` of a recipe."""
+        return {
+            "kl": round(kl, 6),
+            "text": Path(self.data).name,
+            "text_sha256": self.text_sha256,
+            "tokens": sum(map(len, self.held_out)),
+        }
+
+    def _is_reached(self, kl: float, recovery: float | None, num_bytes: int) -> bool:
+        """Whether a model meets the target; every choice meets a target in bits."""
+        if self.target.num_bytes is not None:
+            return num_bytes <= self.target.num_bytes
         if self.target.recovery is not None:
             return recovery is not None and recovery >= self.target.recovery
         return self.target.kl is None or kl <= self.target.kl
 
-    def _write(self, choice: Choice, remarks: list[str]) -> Recipe:
-        """Write the recipe of a choice to a file, and return it."""
-        base, groups, target = self.runner.base, self.measured.groups, self.target
+    def _write(self, choice: Choice, remarks: list[str], measured: Mapping[str, Any] | None = None) -> Recipe:
+        """Write the recipe of a choice to a file, and return it.
+
+        Args:
+            choice: the choice.
+            remarks: comments at the top of the file.
+            measured: section `measured` of the recipe; None = nothing was measured yet.
+        """
+        base, target, fields = self.runner.base, self.target, dict[str, Any](measured=measured)
+        linears = [pair for pair in zip(self.measured.groups, choice, strict=True) if pair[0].name != EMBEDDING]
+        groups, numbers = [group for group, _ in linears], tuple(number for _, number in linears)
+        for group, number in zip(self.measured.groups, choice, strict=True):
+            if group.name == EMBEDDING:
+                fields["embedding"] = embedding_type(self.candidates[number])
         recipe = changed(
             base,
-            default_candidate(self.candidates, groups, choice),
+            default_candidate(self.candidates, groups, numbers),
             name=re.sub(r"[^A-Za-z0-9._-]+", "-", self.outputs.recipe.output.stem).lstrip("._-") or "searched",
             description=f"{base.name} with the numbers of each fused group chosen by a search for {target.text}.",
             gates=list(base.gates) if target.recovery is None and target.kl is None else [target.text],
-            overrides=overrides(self.candidates, groups, choice),
+            overrides=overrides(self.candidates, groups, numbers),
+            **fields,
         )
-        write_recipe(self.outputs.draft, recipe, remarks, remarks_on(groups, choice))
+        write_recipe(self.outputs.draft, recipe, remarks, remarks_on(groups, numbers))
         return recipe
 
     @property
     def _names(self) -> list[str]:
         """Names of the options of a group, in the order that a choice indexes."""
-        return [*(candidate.name for candidate in self.candidates), SKIP]
+        skip = [] if is_gguf(self.runner.base) else [SKIP]
+        return [*(candidate.name for candidate in self.candidates), *skip]
 
     def _candidate_records(self) -> tuple[CandidateRecord, ...]:
         measured = self.measured
@@ -284,6 +321,8 @@ def _candidates(
     recipe, group = options.recipe, base_groups(options.recipe)
     if options.candidates:
         return usable(model, recipe, read_candidates(options.candidates, group), options.device, bits)
+    if is_gguf(recipe):
+        return usable(model, recipe, gguf_candidates(), options.device, bits)
     name = recipe.source["weights"]["dtype"]
     if find_dtype(name).kind == "float":
         raise RecipeError(
@@ -293,8 +332,8 @@ def _candidates(
     return usable(model, recipe, default_candidates(group), options.device, bits)
 
 
-def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple[str, ...]]:
-    """Return the name of the text, its windows, and a note if calibration may have used the same text."""
+def _windows(original: LLM, options: SearchOptions) -> tuple[str, str, Windows, tuple[str, ...]]:
+    """Return the name of the text, its SHA-256, its windows, and a note if calibration may have used the same text."""
     notes: tuple[str, ...] = ()
     if options.text is not None:
         name, content = options.text, read_named_text(options.text, ())
@@ -308,13 +347,13 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, Windows, tuple
     windows = fixed_windows(original, content, max_tokens=2 * options.max_tokens)
     if not windows:
         raise DataError(f"text {name!r} is too short for one window; give a longer text")
-    return name, windows, notes
+    return name, hashlib.sha256(content.encode()).hexdigest(), windows, notes
 
 
 def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
     """Return everything that determines the measured numbers, as plain data."""
     # Without the fields that candidates set, so that a search with other candidates can reuse the numbers.
-    source = {key: value for key, value in recipe.source.items() if key not in ("name", "weights", "overrides")}
+    source = {key: value for key, value in recipe.source.items() if key not in _CHOSEN}
     return {
         "recipe": source,
         "calibration": calibration_digest(recipe),

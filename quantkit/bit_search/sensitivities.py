@@ -9,12 +9,13 @@ differs from that in its calibration inputs and, after AWQ or SmoothQuant, in th
 import gc
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from quantkit.bit_search.candidates import Candidate, trial
+from quantkit.bit_search.gguf_parts import Ends, StoredPart, embedding_type, is_gguf, rest_bytes
 from quantkit.bit_search.outputs import SearchState
 from quantkit.bit_search.solve import Choice, Option, total
 from quantkit.compress.pipeline import quantize
@@ -24,7 +25,7 @@ from quantkit.errors import ModelError, ResumeError
 from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe
-from quantkit.results import CompressionResult, LinearRecord
+from quantkit.results import CompressionResult
 from quantkit.runtime.llm import LLM
 from quantkit.safety.untrusted import read_object
 
@@ -171,19 +172,26 @@ def measure_groups(
     """
     forms: list[list[FusedGroup]] = []
     options: list[list[Option]] = []
-    linears: dict[str, LinearRecord] = {}
+    stored: dict[str, StoredPart] = {}
     rest = 0
+    ends = Ends(original) if is_gguf(runner.base) else None
     recipes = [trial(runner.base, candidate) for candidate in candidates]
     runner.compress_trials(recipes)
     for candidate, recipe in zip(candidates, recipes, strict=True):
-        made = runner.compress(recipe, runner.folder / recipe.name)
-        groups = find_fused_groups(runner.load(runner.folder / recipe.name), original, moved=moved)
-        linears = {f"{layer.name}.{linear.name}": linear for layer in made.layers for linear in layer.linears}
-        costs = [sum(_stored_bytes(linears[module]) for module in group.modules) for group in groups]
-        measured = _sensitivities(runner, candidate, groups, probe, state)
+        folder = runner.folder / recipe.name
+        made = runner.compress(recipe, folder)
+        groups = find_fused_groups(runner.load(folder), original, moved=moved, apart=ends is not None)
+        stored = _stored_linears(made)
+        rest = made.output_bytes - sum(linear.num_bytes for linear in stored.values())
+        if ends is not None:
+            groups.insert(0, ends.group(candidate))
+            stored |= ends.stored(candidate)
+            counted = sum(one.num_bytes for one in stored.values())
+            rest = rest_bytes(folder, runner.base, list(stored), embedding_type(candidate), counted)
+        measured = _sensitivities(runner, candidate, groups, stored, probe, state)
+        costs = [sum(stored[module].num_bytes for module in group.modules) for group in groups]
         forms.append(groups)
         options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
-        rest = made.output_bytes - sum(map(_stored_bytes, linears.values()))
         gc.collect()  # free the candidate's model, which reference cycles hold, before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; check ignore in the recipe")
@@ -192,9 +200,9 @@ def measure_groups(
             layer=group[0].layer,
             name=group[0].name,
             modules=group[0].modules,
-            num_weights=sum(math.prod(linears[module].shape) for module in group[0].modules),
+            num_weights=sum(stored[module].num_weights for module in group[0].modules),
             # An unquantized group equals the original.
-            options=(*of_group, Option(cost=group[0].stored_bytes, sensitivity=0.0)),
+            options=of_group if ends else (*of_group, Option(cost=group[0].stored_bytes, sensitivity=0.0)),
             forms=group,
         )
         for group, of_group in zip(zip(*forms, strict=True), zip(*options, strict=True), strict=True)
@@ -204,18 +212,37 @@ def measure_groups(
 
 
 def _sensitivities(
-    runner: TrialRunner, candidate: Candidate, groups: list[FusedGroup], probe: Probe, state: SearchState
+    runner: TrialRunner,
+    candidate: Candidate,
+    groups: list[FusedGroup],
+    stored: Mapping[str, StoredPart],
+    probe: Probe,
+    state: SearchState,
 ) -> list[float]:
     def measure(number: int, group: FusedGroup) -> float:
         runner.progress(f"{candidate.name}: group {number} of {len(groups)}, layer {group.layer} {group.name}")
         return probe.measure([group]).mean
 
+    def key(group: FusedGroup) -> str:
+        # Rows that no block divides get the same type from several candidates, which is measured once.
+        return "/".join(dict.fromkeys(stored[module].scheme for module in group.modules))
+
+    name = key if is_gguf(runner.base) else lambda _: candidate.name
     return [
-        state.get(f"{candidate.name} {group.layer} {group.name}", partial(measure, number, group))
+        state.get(f"{name(group)} {group.layer} {group.name}", partial(measure, number, group))
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def _stored_bytes(linear: LinearRecord) -> int:
-    # bits_per_weight is bytes * 8 / weights: rounding recovers the whole number of bytes.
-    return round(linear.bits_per_weight * math.prod(linear.shape) / 8)
+def _stored_linears(made: CompressionResult) -> dict[str, StoredPart]:
+    """Return how the linears of a compressed model are stored, by full name."""
+    return {
+        f"{layer.name}.{linear.name}": StoredPart(
+            num_weights=math.prod(linear.shape),
+            # bits_per_weight is bytes * 8 / weights: rounding recovers the whole number of bytes.
+            num_bytes=round(linear.bits_per_weight * math.prod(linear.shape) / 8),
+            scheme=linear.scheme,
+        )
+        for layer in made.layers
+        for linear in layer.linears
+    }

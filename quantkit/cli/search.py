@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @click.command("search", cls=Command, short_help="Find the best number of bits for each part of a model.")
 @click.argument("model", required=False)
 @option_group("target", settings_of(SearchTarget))
-@click.option("--recipe", default="gptq-int4", show_default=True, metavar="NAME|FILE", help="Recipe to start from.")
+@click.option("--recipe", metavar="NAME|FILE", help="Recipe to start from.  [default: gptq-int4; gguf-q4_k for gguf]")
+@click.option("--format", "format_", metavar="NAME", help="On-disk format.  [default: the recipe's]")
 @set_option
 @option_group("how", {**settings_of(SearchOptions), **RUN})
 @option_group("engine", settings_of(EngineConfig, "dtype", "threads"), shown={"dtype": "fp32"})
@@ -28,7 +29,8 @@ def command(
     output_to: Output,
     *,
     model: str | None,
-    recipe: str,
+    recipe: str | None,
+    format_: str | None,
     changes: tuple[str, ...],
     target: dict[str, Any],
     how: dict[str, Any],
@@ -46,13 +48,14 @@ def command(
       quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
       quantkit search --kl 0.02 --work trials -o small.yaml
       quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
+      quantkit search --format gguf --size 900KiB --set calibration.samples=8 -o small-gguf.yaml
     """
     if len(target) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
     from quantkit.bit_search import run
-    from quantkit.compress.recipe import load
+    from quantkit.bit_search.start import start_recipe
 
-    options = SearchOptions(recipe=load(recipe, changes), engine=engine, **how)
+    options = SearchOptions(recipe=start_recipe(recipe, format_, changes), engine=engine, **how)
     result = run.search_recipe(model, SearchTarget(**target), options, progress=output_to.tell)
     output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
     output_to.require(result.reached, lambda: _missed(result))

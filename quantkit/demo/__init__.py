@@ -21,6 +21,11 @@ def is_demo(model: Path) -> bool:
     return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO_MODEL / "tokenizer.json").read_bytes()
 
 
+def bundled_calibration(model: Path) -> Path:
+    """Return the file of the calibration text `bundled` for the model in a folder."""
+    return DEMO_TEXT if is_demo(model) else GENERAL_TEXT
+
+
 def bundled_folder(kind: str) -> Path:
     """Return the folder of the shipped `recipes`, `suites` or `tasks`."""
     try:

@@ -19,11 +19,13 @@ from torch import Tensor
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import ModelError
+from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import Linear, WrappedLinear
 from quantkit.models.linear_sets import LinearSet
+from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.expected_tensors import local_names, stored_scheme
-from quantkit.runtime.model.layers import MLP
+from quantkit.runtime.model.layers import MLP, SideBySide
 from quantkit.runtime.model.loader import find_format
 from quantkit.runtime.model.model import NativeModel
 
@@ -84,13 +86,31 @@ def swapped(groups: list[FusedGroup]) -> Iterator[None]:
             setattr(*group.part, value)
 
 
-def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None) -> list[FusedGroup]:
+class _Slot:
+    """One of the linears that `SideBySide` joins, as an attribute that can be replaced."""
+
+    def __init__(self, joined: SideBySide, index: int) -> None:
+        self._joined, self._index = joined, index
+
+    @property
+    def linear(self) -> Linear:
+        """The linear."""
+        return self._joined.linears[self._index]
+
+    @linear.setter
+    def linear(self, linear: Linear) -> None:
+        before, after = self._joined.linears[: self._index], self._joined.linears[self._index + 1 :]
+        self._joined.linears = (*before, linear, *after)
+
+
+def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apart: bool = False) -> list[FusedGroup]:
     """Find all quantized fused groups of a model, in execution order.
 
     Args:
         llm: the quantized model.
         original: the original, loaded in the same dtype; the groups refer to its blocks.
         moved: whether a step of the recipe moved scales between modules; None = unknown.
+        apart: give each linear a group of its own. The original then multiplies by its q, k and v one by one.
     Raises:
         ModelError: a model does not use the native backend, or the models differ in dtype or layers.
     """
@@ -100,7 +120,9 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None) -> 
     # In another dtype, a swapped group would add its own rounding to the KL.
     if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
         raise ModelError(f"{llm.path} and {original.path} differ in dtype or layers; load both in the same way")
-    sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), ours.config.family.layers, moved)
+    family = ours.config.family
+    single = apart and family.recurrent is None and not family.parts.gated_query  # whose rows have another order
+    sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), family.layers, moved, single)
     return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 
 
@@ -120,7 +142,9 @@ def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, i
     sets = family.sets_of_layer(partial(sources.has, index), sources.original.config)
     for names, side, attribute in linears:
         modules = tuple(f"{sources.layers}.{index}.{name}" for name in names)
-        if any(sources.is_quantized(module) for module in modules):
+        if sources.apart and len(names) > 1:
+            yield from sources.split(index, names, (getattr(there, side), attribute), theirs, sets)
+        elif any(sources.is_quantized(module) for module in modules):
             linear = sources.fit(getattr(getattr(here, side), attribute), names, index, sets)
             name = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in names)
             yield sources.group(index, name, modules, (getattr(there, side), attribute), linear)
@@ -137,16 +161,16 @@ class _Sources:
     Args:
         quantized, original: readers of the checkpoints.
         layers: name of the list of decoder layers.
-        moved: see `find_fused_groups`.
+        moved, apart: see `find_fused_groups`.
     """
 
     def __init__(
-        self, quantized: CheckpointReader, original: CheckpointReader, layers: str, moved: bool | None
+        self, quantized: CheckpointReader, original: CheckpointReader, layers: str, moved: bool | None, apart: bool
     ) -> None:
         self.quantized, self.original, self.layers = quantized, original, layers
         self.modules = local_names(quantized)
         self._stored = find_format(quantized)
-        self._moved = moved
+        self._moved, self.apart = moved, apart
 
     def is_quantized(self, module: str) -> bool:
         """Whether a linear is stored as codes."""
@@ -175,6 +199,49 @@ class _Sources:
             stored_bytes=sum(info.num_bytes for info in dense),
             dense_bytes=sum(2 * info.num_bytes // info.dtype.itemsize for info in dense),
         )
+
+    def split(
+        self,
+        index: int,
+        names: tuple[str, ...],
+        part: tuple[Any, str],
+        model: NativeModel,
+        sets: tuple[LinearSet, ...],
+    ) -> Iterator[FusedGroup]:
+        """Yield a group for each of several linears that read the same input; part the original's own first.
+
+        Args:
+            index: number of the layer.
+            names: names of the linears in the layer.
+            part: where the original has them.
+            model: the original.
+            sets: see `fit`.
+        """
+        modules = [f"{self.layers}.{index}.{name}" for name in names]
+        joined = getattr(*part)
+        if not isinstance(joined, SideBySide):
+            joined = SideBySide([self._linear(self.original, module, model) for module in modules])
+            setattr(*part, joined)
+        for number, (name, module) in enumerate(zip(names, modules, strict=True)):
+            if self.is_quantized(module):
+                linear = self.fit(self._linear(self.quantized, module, model), (name,), index, sets)
+                short = name.rpartition(".")[2].removesuffix("_proj")
+                yield self.group(index, short, (module,), (_Slot(joined, number), "linear"), linear)
+
+    def _linear(self, reader: CheckpointReader, module: str, model: NativeModel) -> Linear:
+        """Build a linear of one of the two checkpoints."""
+        weight: Tensor | QuantizedTensor
+        weight = reader.tensor(f"{module}.weight") if reader is self.original else self._decoded(module)
+        bias = reader.tensor(f"{module}.bias").to(model.device, model.dtype) if f"{module}.bias" in reader else None
+        return build_linear(weight, bias=bias, dtype=model.dtype, device=model.device)
+
+    def _decoded(self, module: str) -> QuantizedTensor:
+        """Read a quantized weight."""
+        format_, scheme = self._stored
+        linear = None if scheme is None else scheme.find(module)
+        assert format_ is not None and linear is not None, module
+        tensors = {name: self.quantized.tensor(f"{module}.{name}") for name in self.modules[module] if name != "bias"}
+        return format_.decode(tensors, linear)
 
     def fit(self, linear: Linear, names: tuple[str, ...], index: int, sets: tuple[LinearSet, ...]) -> Linear:
         """Scale the linear's inputs and outputs to fit the original's modules before and after it."""
@@ -222,12 +289,9 @@ class _Sources:
     def _pair(self, module: str) -> tuple[Tensor, Tensor]:
         """Return the dequantized weight and the original weight, (N, K) float32."""
         target = self.original.tensor(f"{module}.weight").float()
-        format_, scheme = self._stored
-        linear = scheme.find(module) if scheme is not None and self.is_quantized(module) else None
-        if format_ is None or linear is None:
+        if not self.is_quantized(module):
             return self.quantized.tensor(f"{module}.weight").float(), target
-        tensors = {name: self.quantized.tensor(f"{module}.{name}") for name in self.modules[module] if name != "bias"}
-        return format_.decode(tensors, linear).dequantize(torch.float32), target
+        return self._decoded(module).dequantize(torch.float32), target
 
 
 def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType as Block
@@ -72,6 +73,7 @@ def write_gguf(
     *,
     type_name: str | None,
     embedding: str | None = None,
+    entries: Mapping[str, Any] | None = None,
     progress: Callable[[int, int, str], None],
 ) -> Written:
     """Write one GGUF file and read it back.
@@ -82,6 +84,7 @@ def write_gguf(
         type_name: for an unquantized model, a key of `MATRIX_BLOCKS`, to which the layers' matrices are rounded.
         embedding: likewise, for the embedding and the head; None = as the other matrices, but the head gets q6_k if
             `type_name` is a smaller K type.
+        entries: further metadata, see `write_gguf_file`.
         progress: called before each layer.
     Raises:
         SchemeError: no block type can store the codes exactly.
@@ -95,6 +98,7 @@ def write_gguf(
     asked = (_type_of(tensor, type_name, embedding, has_head=has_head) for tensor in exported)
     plan = [(tensor, _block(source, tensor, own)) for tensor, own in zip(exported, asked, strict=True)]
     metadata = metadata_of(source, model, int(_FILE_TYPES[type_name] if type_name else _file_type(plan)))
+    metadata |= entries or {}
     factors = long_range_factors(model)
     tensors: dict[str, tuple[Block, tuple[int, ...]]] = {tensor.name: (block, tensor.shape) for tensor, block in plan}
     if factors is not None:

@@ -4,7 +4,7 @@ The output is written under a temporary name and renamed after all checks, so it
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ def convert(
     *,
     type_name: str | None = None,
     embedding: str | None = None,
+    entries: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total, name: None,
 ) -> Conversion:
@@ -73,6 +74,7 @@ def convert(
         type_name: for "gguf" and an unquantized model, the type to round its matrices to, a key of
             `formats.gguf.MATRIX_BLOCKS`.
         embedding: for "gguf", the type to round embedding and head to if they are unquantized; None = see `write_gguf`.
+        entries: for "gguf", further metadata of the file.
         overwrite: replace an existing output.
         progress: called before each layer with the number of finished layers, the number of layers, and its name.
     Raises:
@@ -85,7 +87,9 @@ def convert(
     format_: Format = FORMATS.load(to)
     write: Callable[[Path], Written]
     if format_.suffix:  # one file
-        write = partial(write_gguf, source, type_name=type_name, embedding=embedding, progress=progress)
+        write = partial(
+            write_gguf, source, type_name=type_name, embedding=embedding, entries=entries or {}, progress=progress
+        )
     elif type_name is not None:
         raise SchemeError(f"--type {type_name} is only for gguf; {to} keeps the codes unchanged, so leave --type out")
     else:

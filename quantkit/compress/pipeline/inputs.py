@@ -20,7 +20,7 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.state import CompressionRun
 from quantkit.compress.recipe.schema import CalibrationSection
-from quantkit.demo import DEMO_TEXT, GENERAL_TEXT, is_demo
+from quantkit.demo import bundled_calibration
 from quantkit.distributed import barrier, is_writer
 from quantkit.errors import ModelError
 from quantkit.huggingface.image_inputs import ImageStem
@@ -53,9 +53,8 @@ def read_samples(plan: Plan) -> Samples | None:
 
 
 def _read_texts(plan: Plan, calibration: CalibrationSection, number: int) -> Samples:
-    bundled = DEMO_TEXT if is_demo(plan.reader.path) else GENERAL_TEXT
     return load_samples(
-        bundled if calibration.data == "bundled" else calibration.data,
+        bundled_calibration(plan.reader.path) if calibration.data == "bundled" else calibration.data,
         load_tokenizer(plan.reader.path),
         samples=number,
         vocab_size=plan.reader.info(f"{plan.family.embedding}.weight").shape[0],

@@ -16,6 +16,7 @@ from quantkit.compress.calibration.hidden_state_store import Mode
 from quantkit.compress.pipeline.data_free import round_layers
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.pipeline.finish import finish_run
+from quantkit.compress.pipeline.gguf_entries import made_by
 from quantkit.compress.pipeline.identity import refuse_changes, run_identity, with_threads_of
 from quantkit.compress.pipeline.imatrix import read_importance
 from quantkit.compress.pipeline.inputs import read_samples
@@ -95,7 +96,8 @@ def quantize(
         check_model(open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = compress(codes, overwrite=True)
-        written = convert(codes, recipe.format, whole, embedding=recipe.embedding, overwrite=True)
+        entries = made_by(recipe, folder, codes)
+        written = convert(codes, recipe.format, whole, embedding=recipe.embedding, entries=entries, overwrite=True)
         stage.promote(whole)
     return replace(result, output=str(file), output_bytes=written.output_bytes)
 

@@ -34,6 +34,7 @@ class Recipe:
         name: short name, also part of the default output directory.
         description: what it does, when to use it, what it costs.
         gates: quality thresholds that `verify` checks, e.g. `recovery>=98.9`; they do not affect the checkpoint.
+        measured: KL that a search measured, and the text; None = no search wrote the recipe.
         scheme: scheme of each linear; until `symmetric: auto` is settled, it means zero points.
         kv_cache: number types of keys and values; None = the recipe does not set them.
         steps: algorithms that choose the codes, by name in execution order; empty = round to nearest.
@@ -44,13 +45,14 @@ class Recipe:
         imatrix: file with llama.cpp's importance matrix: the mean square of each input, by which rounding errors are
             weighted. None = all inputs count alike.
         seed: seed of all random choices.
-        source: the recipe as plain data with every default filled in, without description and gates. Recipes with equal
-            sources give equal checkpoints; building from it gives this recipe again.
+        source: the recipe as plain data with every default filled in, without description, gates and `measured`.
+            Recipes with equal sources give equal checkpoints; building from it gives this recipe again.
     """
 
     name: str
     description: str
     gates: tuple[str, ...] = ()
+    measured: Mapping[str, Any] | None = None
     scheme: Scheme
     kv_cache: CacheGoal | None = None
     steps: Mapping[str, Step]
@@ -151,6 +153,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
             source={key: value for key, value in source.items() if value is not None},
             input_clip="absmax" if document.activations is None else document.activations.clip,
             gates=gates,
+            measured=None if document.measured is None else document.measured.model_dump(),
             kv_cache=kv_cache,
         )
 

@@ -217,6 +217,21 @@ class CalibrationSection(RecipeSection):
         return self.model_dump(exclude=None if self.inputs == "original" else {"inputs"})
 
 
+class Measured(RecipeSection):
+    """The section `measured:`, which a search writes for the reader; it affects no number.
+
+    Args:
+        kl: mean KL of the compressed model to the original, in nats per token.
+        text, text_sha256: name and SHA-256 of the text that the KL was measured on.
+        tokens: number of tokens of that text.
+    """
+
+    kl: float
+    text: str
+    text_sha256: str
+    tokens: Positive
+
+
 class Document(RecipeSection):
     """A whole recipe file; the entries of `steps` are checked against the algorithms' own fields."""
 
@@ -233,6 +248,7 @@ class Document(RecipeSection):
     embedding: str = ""
     imatrix: str = ""
     gates: Gates = ()
+    measured: Measured | None = None
     seed: Annotated[int, Field(ge=0)] = 0
 
 

@@ -1,0 +1,153 @@
+"""What a search for a GGUF file needs beside the linears: the type of embedding and head, and the bytes of the rest."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gguf import GGMLQuantizationType as Block
+from torch import Tensor
+
+from quantkit.bit_search.candidates import Candidate
+from quantkit.checkpoints.dense_source import open_dense
+from quantkit.compress.convert import convert
+from quantkit.compress.recipe import Recipe
+from quantkit.errors import ModelError
+from quantkit.evaluate.fused_groups import FusedGroup
+from quantkit.formats._gguf_blocks import dequantize_blocks, round_to_blocks
+from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block, matrix_bytes
+from quantkit.kernels.ops.linear import build_linear
+from quantkit.kernels.types import Linear
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.model import NativeModel
+
+EMBEDDING = "embedding"
+# Type of embedding and head beside a candidate that no matrix is rounded to without calibration.
+_BESIDE = {"int5": "q5_k", "q5_1": "q5_k", "int6": "q6_k", "int8": "q8_0"}
+_ENTRIES = 4096  # bytes of the entries `quantkit.*` beside the list of modules in the recipe
+_LIST = "  - \n"  # around a module in the YAML of a recipe
+_PADDING = 32  # bytes behind a tensor, at most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPart:
+    """How a matrix is stored under a candidate.
+
+    Args:
+        num_weights: number of its weights.
+        num_bytes: bytes of its codes and scales.
+        scheme: name of its number type and groups.
+    """
+
+    num_weights: int
+    num_bytes: int
+    scheme: str
+
+
+def is_gguf(recipe: Recipe) -> bool:
+    """Whether a recipe makes one GGUF file."""
+    return recipe.format == FORMAT.name
+
+
+def embedding_type(candidate: Candidate) -> str:
+    """Return the type of embedding and head, a key of `MATRIX_BLOCKS`, that belongs to a candidate for linears."""
+    return candidate.dtype if candidate.dtype in MATRIX_BLOCKS else _BESIDE.get(candidate.dtype, "q4_0")
+
+
+class Ends:
+    """Embedding and head of the original, whose values are rounded to a type of GGUF while `type_name` is set.
+
+    Args:
+        original: the loaded original model.
+    Attributes:
+        modules: full names of embedding and head; of the embedding alone if the head is tied to it.
+    Raises:
+        ModelError: the model does not use the native backend.
+    """
+
+    def __init__(self, original: LLM) -> None:
+        if not isinstance(original.model, NativeModel):
+            raise ModelError(f"{original.path}: a search for a GGUF file needs the native backend")
+        self._model, self._reader = original.model, open_dense(original.path)
+        family = self._model.config.family
+        self.modules = (family.embedding,) if self._model.config.tied else (family.embedding, family.head)
+        self._original: tuple[Tensor, Linear] = self._model.embedding, self._model.head
+        self._blocks: dict[tuple[str, str], tuple[Block, Tensor]] = {}
+        self._type: str | None = None
+        self._last: tuple[str, tuple[Tensor, Linear]] | None = None
+
+    @property
+    def type_name(self) -> str | None:
+        """Type of both, a key of `MATRIX_BLOCKS`; None = they are the original's."""
+        return self._type
+
+    @type_name.setter
+    def type_name(self, name: str | None) -> None:
+        if name is not None and (self._last is None or self._last[0] != name):
+            self._last = name, self._rounded(name)
+        assert name is None or self._last is not None
+        self._model.embedding, self._model.head = self._original if name is None else self._last[1]  # type: ignore[index]
+        self._type = name
+
+    def group(self, candidate: Candidate) -> FusedGroup:
+        """Return embedding and head as a group in the type that belongs to a candidate."""
+        infos, name = [self._reader.info(f"{module}.weight") for module in self.modules], embedding_type(candidate)
+        return FusedGroup(
+            layer=0,  # whatever changes here, all layers run again
+            name=EMBEDDING,
+            modules=self.modules,
+            part=(self, "type_name"),
+            replacement=name,
+            quantized_bytes=sum(matrix_bytes(name, *info.shape) for info in infos),
+            stored_bytes=sum(info.num_bytes for info in infos),
+            dense_bytes=sum(2 * info.num_bytes // info.dtype.itemsize for info in infos),
+        )
+
+    def stored(self, candidate: Candidate) -> dict[str, StoredPart]:
+        """Return how the modules are stored in the type that belongs to a candidate."""
+        name, shapes = embedding_type(candidate), {m: self._reader.info(f"{m}.weight").shape for m in self.modules}
+        return {
+            module: StoredPart(
+                num_weights=math.prod(shape),
+                num_bytes=matrix_bytes(name, *shape),
+                scheme=matrix_block(name, shape[-1]),
+            )
+            for module, shape in shapes.items()
+        }
+
+    def _rounded(self, name: str) -> tuple[Tensor, Linear]:
+        model, head = self._model, self.modules[-1]
+        tables = [self._decoded(name, module) for module in self.modules]
+        bias = (
+            self._reader.tensor(f"{head}.bias").to(model.device, model.dtype)
+            if f"{head}.bias" in self._reader
+            else None
+        )
+        return tables[0], build_linear(tables[-1], bias=bias, dtype=model.dtype, device=model.device)
+
+    def _decoded(self, name: str, module: str) -> Tensor:
+        """Return a table (V, H) rounded to a type, in the model's dtype. Blocks are kept, since rounding takes long."""
+        shape = self._reader.info(f"{module}.weight").shape
+        if (name, module) not in self._blocks:
+            block = Block[matrix_block(name, shape[-1])]
+            self._blocks[name, module] = block, round_to_blocks(self._reader.tensor(f"{module}.weight"), block)
+        values = dequantize_blocks(*self._blocks[name, module], shape)
+        return values.to(self._model.device, self._model.dtype)
+
+
+def rest_bytes(trial: Path, base: Recipe, modules: Sequence[str], type_name: str, counted: int) -> int:
+    """Return the most bytes that a file has besides the tensors that a search chooses types for.
+
+    Args:
+        trial: folder of the model compressed with one candidate, of which a file is made and deleted again.
+        base: recipe that the search starts from.
+        modules: full names of all tensors that get a type.
+        type_name: type of embedding and head.
+        counted: bytes of these tensors in the trial.
+    """
+    file = trial.with_name(f"{trial.name}.gguf")
+    size = convert(trial, FORMAT.name, file, embedding=type_name, overwrite=True).output_bytes
+    file.unlink()
+    recipe = len(json.dumps(base.source)) + sum(len(module) + len(_LIST) for module in modules)
+    return size - counted + recipe + _ENTRIES + _PADDING * len(modules)

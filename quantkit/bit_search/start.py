@@ -1,0 +1,37 @@
+"""The recipe that a search starts from."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from quantkit.compress.recipe import Recipe, load
+from quantkit.compress.recipe.override import Overrides
+from quantkit.formats import REGISTRY as FORMATS
+
+_DEFAULT = "gptq-int4"
+# What the search chooses itself is left out of the recipe, and its gates, which are for another size.
+_DEFAULT_GGUF, _CLEARED = "gguf-q4_k", ("overrides", "gates")
+
+
+def start_recipe(name: str | Path | None, format_name: str | None = None, changes: Overrides = ()) -> Recipe:
+    """Read the recipe that a search starts from.
+
+    Args:
+        name: name of a shipped recipe, or path of a .yaml file; None = the default for the format.
+        format_name: on-disk format; None = the recipe's.
+        changes: fields to replace, see `load`.
+    Raises:
+        InputError: there is no such format.
+        RecipeError: see `load`.
+    """
+    fields: dict[str, object] = {}
+    if format_name is not None:
+        fields["format"] = FORMATS.find(format_name)
+    if name is None:
+        is_gguf = fields.get("format") == "gguf"
+        name = _DEFAULT_GGUF if is_gguf else _DEFAULT
+        fields |= {field: [] for field in _CLEARED} if is_gguf else {}
+    if isinstance(changes, Mapping):
+        return load(name, {**fields, **changes})
+    given = [changes] if isinstance(changes, str) else changes
+    return load(name, [*(f"{path}={json.dumps(value)}" for path, value in fields.items()), *given])

@@ -1,0 +1,51 @@
+"""Entries `quantkit.*` of a GGUF file: what anybody needs to make the file again, and what a search measured."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantkit.compress.pipeline.identity import file_digest
+from quantkit.compress.recipe import Recipe
+from quantkit.demo import bundled_calibration
+from quantkit.errors import CheckpointError
+from quantkit.output.staging import MANIFEST
+from quantkit.registry import installed_version
+from quantkit.safety.untrusted import read_object
+
+
+def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | float]:
+    """Return the entries of a file that a recipe makes.
+
+    Args:
+        recipe: the recipe. The entry names its files without their folders.
+        model: folder of the original model.
+        codes: finished folder of the run, whose manifest has the digest of the calibration tokens.
+    Returns:
+        `quantkit.version`, `quantkit.recipe` (YAML that `quantkit quantize` reads), and where they apply
+        `quantkit.calibration.sha256` (of the text), `quantkit.calibration.tokens_sha256`, and `quantkit.measured.*`:
+        the mean KL in nats per token, the text with its SHA-256, and the number of tokens.
+    """
+    entries: dict[str, str | int | float] = {
+        "quantkit.version": installed_version("quantkit", "unknown"),
+        "quantkit.recipe": _text(recipe),
+    }
+    if recipe.calibration is not None:
+        data = recipe.calibration.data
+        file = bundled_calibration(model) if data == "bundled" else Path(data)
+        if file.is_file():
+            entries["quantkit.calibration.sha256"] = file_digest(file)
+        tokens = read_object(codes / MANIFEST, CheckpointError)["identity"]["calibration"]
+        entries["quantkit.calibration.tokens_sha256"] = str(tokens)
+    return entries | {f"quantkit.measured.{key}": value for key, value in (recipe.measured or {}).items()}
+
+
+def _text(recipe: Recipe) -> str:
+    """Return a recipe as YAML. Names of files have no folders, which are nobody else's business."""
+    source: dict[str, Any] = dict(recipe.source)
+    if recipe.calibration is not None and Path(recipe.calibration.data).is_file():
+        source["calibration"] = {**source["calibration"], "data": Path(recipe.calibration.data).name}
+    if recipe.imatrix is not None:
+        source["imatrix"] = Path(recipe.imatrix).name
+    text: str = yaml.safe_dump(source, sort_keys=False, width=10**6, allow_unicode=True)
+    return text
