@@ -28,12 +28,13 @@ from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.output.staging import MANIFEST
 from quantkit.quantities import dtype_name
 from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
-from quantkit.safety.untrusted import read_object
+from quantkit.safety.untrusted import parse_yaml, read_object
 
 __all__ = ["compare", "inspect", "read_manifest", "section"]
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
 _SHAPE = "weight_shape"
+_OWN_ENTRIES = "quantkit."
 _EXPERT = re.compile(r"\bexperts\b")
 
 # Order of the rows by kind of module; the linears of a layer have rank 1.
@@ -66,12 +67,14 @@ def inspect(path: str | Path) -> CheckpointSummary:
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = ()
     tower: TowerRecord | None = None
+    made_by: dict[str, str] = {}
     held = StoredModel(format=GGUF.name)
     if is_gguf(Path(path)):
         file = read_gguf(Path(path))
         architecture = str(file.metadata.get("general.architecture", "unknown"))
         modules = [_gguf_module(name, info) for name, info in file.tensors.items()]
         held = replace(held, other_codes=any(module.num_quantized for module in modules))
+        recipe, made_by = _made_by(file.metadata)
     else:
         reader = CheckpointReader(path)
         recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))
@@ -94,7 +97,22 @@ def inspect(path: str | Path) -> CheckpointSummary:
         layers=layers,
         tower=tower,
         engines=tuple(judge_all(held)),
+        made_by=made_by,
     )
+
+
+def _made_by(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """Return the recipe's name and the entries that quantkit writes into a GGUF file; files of others have none."""
+    entries = {
+        key: f"{value:.6g}" if isinstance(value, float) else str(value)
+        for key, value in metadata.items()
+        if key.startswith(_OWN_ENTRIES) and isinstance(value, str | int | float)
+    }
+    recipe: Any = None
+    with contextlib.suppress(CheckpointError):  # others may write anything there
+        recipe = parse_yaml(entries.get(f"{_OWN_ENTRIES}recipe", ""), "the recipe of a GGUF file", CheckpointError)
+    name = recipe.get("name") if isinstance(recipe, dict) else None
+    return name if isinstance(name, str) else None, entries
 
 
 def _stored_model(config: Mapping[str, Any], format_: Format, modules: Iterable[_Module]) -> StoredModel:

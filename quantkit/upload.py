@@ -14,6 +14,7 @@ from quantkit.errors import InputError, ModelError, OutputError, first_line
 from quantkit.inspection import inspect
 from quantkit.quantities import byte_size
 from quantkit.report.files import front_matter, loading, markdown_table, plain
+from quantkit.report.table import facts
 from quantkit.report.tables import module_table
 from quantkit.safety.untrusted import MAX_YAML_BYTES, parse_yaml
 
@@ -73,9 +74,23 @@ def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
         f"# {repo.partition('/')[2]}",
         f"{made}{recipe}. Format: {summary.format}; {bits}{byte_size(summary.num_bytes)} in all.",
         markdown_table(module_table(summary)),
+        *_repeating(summary.made_by),
         loading(summary.format, repo if checkpoint.is_dir() else checkpoint.name, summary.engines),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _repeating(made_by: Mapping[str, str]) -> list[str]:
+    """Return the sections of a card that say how to make a GGUF file again; none if the file does not say it."""
+    recipe = made_by.get("quantkit.recipe")
+    if recipe is None:
+        return []
+    others = {key.removeprefix("quantkit."): value for key, value in made_by.items() if value is not recipe}
+    rows = facts((plain(key), plain(value)) for key, value in others.items())
+    how = "Save this recipe as `recipe.yaml`. `quantkit quantize MODEL --recipe recipe.yaml` makes the file again."
+    # A fence longer than any in the recipe, which nobody has checked.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
+    return ["## How to make this file again", markdown_table(rows), how, f"{fence}yaml\n{recipe.strip()}\n{fence}"]
 
 
 def push(

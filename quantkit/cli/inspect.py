@@ -91,6 +91,8 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("parameters", f"{summary.num_parameters:,}"),
             ("size", byte_size(summary.num_bytes)),
             *storage_rows(summary.bits_per_weight, summary),
+            *((key, value) for key, value in summary.made_by.items() if "\n" not in value),
+            ("quantkit.recipe", "in --json" if "quantkit.recipe" in summary.made_by else None),
         ]
     )
 

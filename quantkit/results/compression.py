@@ -281,6 +281,8 @@ class CheckpointSummary(Record):
         layers: per-layer errors from quantkit.json, if the file exists.
         tower: linears of vision and audio towers from quantkit.json, if the file exists.
         engines: predictions of how engines read the checkpoint.
+        made_by: entries `quantkit.*` of a GGUF file: the recipe as YAML, digests of its calibration text, and the KL
+            that a search measured; empty for other checkpoints.
     """
 
     path: str
@@ -294,6 +296,7 @@ class CheckpointSummary(Record):
     layers: tuple[LayerRecord, ...] = field(default=())
     tower: TowerRecord | None = None
     engines: tuple[EngineReading, ...] = ()
+    made_by: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
 
