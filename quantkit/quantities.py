@@ -131,16 +131,19 @@ def rounded_count(count: float) -> str:
     return f"{round(count, -digits):,.0f}"
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, what: str = "memory") -> int:
     """Parse bytes: `24GiB` is 24 * 2^30, `24GB` is 24 * 10^9, a plain number is bytes.
 
+    Args:
+        size: the text.
+        what: what the bytes are of, for messages.
     Raises:
         InputError: the text is not an amount of at least one byte.
     """
     text = "" if isinstance(size, bool) else str(size)
-    amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", _BYTES, "memory", "24GiB or 24GB"))
+    amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", _BYTES, what, "24GiB or 24GB"))
     if amount < 1:
-        raise InputError(f"memory {size!r} is less than a byte; write it as 24GiB or 24GB")
+        raise InputError(f"{what} {size!r} is less than a byte; write it as 24GiB or 24GB")
     return amount
 
 

@@ -157,7 +157,12 @@ def override(patterns: Sequence[str], candidate: Candidate | None) -> dict[str, 
 
 
 def usable(
-    model: str | None, base: Recipe, candidates: Sequence[Candidate], device: str, bits: float | None = None
+    model: str | None,
+    base: Recipe,
+    candidates: Sequence[Candidate],
+    device: str,
+    bits: float | None = None,
+    num_bytes: int | None = None,
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
     """Return the candidates that the model's widths and the recipe's format allow, also beside one another.
 
@@ -167,12 +172,13 @@ def usable(
         candidates: the candidates to check.
         device: where the model will be compressed.
         bits: target, the maximum bits per weight; None = the target is not a number of bits.
+        num_bytes: target, the maximum bytes of the whole output; None = the target is not a size.
     Returns:
         The usable candidates in the given order, and one line for each of the others with the reason.
     Raises:
         RecipeError: the base recipe has overrides, or no candidate can be used.
         ModelError: the model cannot be compressed.
-        GateFailure: even the smallest choice needs more than `bits`; says how many.
+        GateFailure: even the smallest choice needs more than `bits` or `num_bytes`; says how many.
     """
     if base.source["overrides"]:
         raise RecipeError(
@@ -206,17 +212,19 @@ def usable(
         weights = sum(count for count, _ in sizes.values())
     if not kept:
         raise RecipeError(f"none of the candidates can be used; the last one failed with: {refused}")
-    _require(bits, 8 * sum(least.values()) / weights, [candidate.name for candidate in kept])
+    names = [candidate.name for candidate in kept]
+    _require("bits<={:g}", bits, 8 * sum(least.values()) / weights, "{:.3f} bits per weight, scales included", names)
+    _require("bytes<={}", num_bytes, sum(least.values()), "{} bytes for the linears alone", names)
     return tuple(kept), tuple(notes)
 
 
-def _require(bits: float | None, least: float, names: list[str]) -> None:
+def _require(target: str, limit: float | None, least: float, taken: str, names: list[str]) -> None:
     """Refuse a target below the smallest choice."""
-    if bits is not None and bits < least:
+    if limit is not None and limit < least:
         raise GateFailure(
-            f"bits<={bits:g} cannot be reached: the smallest candidates (of {', '.join(names[:4])}"
-            f"{', ...' if len(names) > 4 else ''}) take {least:.3f} bits per weight, scales included; "
-            "raise --bits, or give smaller --candidates"
+            f"{target.format(limit)} cannot be reached: the smallest candidates (of {', '.join(names[:4])}"
+            f"{', ...' if len(names) > 4 else ''}) take {taken.format(least)}; "
+            f"raise --{'bits' if target.startswith('bits') else 'size'}, or give smaller --candidates"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,10 @@ class SearchOptions:
         None, "Folder that keeps trials and numbers for further searches.", flag="--work DIR", kind=Path
     )
     checkpoint: Path | None = setting(
-        None, "Folder for the compressed model that is measured at the end.", flag="--checkpoint DIR", kind=Path
+        None,
+        "Folder, or GGUF file, for the compressed model that is measured at the end.",
+        flag="--checkpoint DIR",
+        kind=Path,
     )
     on: str = setting("local", "Where trials run: local, ray or ray:ADDRESS.", flag="--on PLACE")
     jobs: int = setting(1, "Trials at a time, locally.", flag="--jobs", minimum=1)
@@ -79,7 +83,7 @@ class SearchTarget:
         None,
         "Target: size of the whole checkpoint or GGUF file, at most, e.g. 2GiB or 90MB.",
         flag="--size SIZE",
-        read=parse_bytes,
+        read=partial(parse_bytes, what="size"),
     )
     kl: float | None = setting(None, "Target: mean KL to the original, at most.", flag="--kl", above=0, kind=float)
     recovery: float | None = setting(

@@ -15,8 +15,9 @@ from typing import Any
 from quantkit.bit_search.options import SearchOptions
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, write_state
 from quantkit.errors import OutputError, ResumeError
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.machine.devices import MAX_THREADS, threads_within_quota
-from quantkit.output.staging import Stage, check_regular, open_stage
+from quantkit.output.staging import Stage, check_checkpoint, check_gguf, check_regular, open_stage
 from quantkit.output.work_folder import WorkFolder, work_folder
 from quantkit.output.writer import writing
 
@@ -121,7 +122,9 @@ def open_outputs(output: Path, options: SearchOptions) -> Iterator[Outputs]:
         recipe = stack.enter_context(open_stage(output, "search", overwrite=options.overwrite, check=check_regular))
         model = None
         if options.checkpoint is not None:
-            model = stack.enter_context(open_stage(options.checkpoint, "search", overwrite=options.overwrite))
+            check = check_gguf if FORMATS.load(options.recipe.format).suffix else check_checkpoint
+            opened = open_stage(options.checkpoint, "search", overwrite=options.overwrite, check=check)
+            model = stack.enter_context(opened)
         folder = options.work or output.with_name(f"{output.name}.search")
         work = stack.enter_context(work_folder(folder, "search", option="--work"))
         if not options.resume:

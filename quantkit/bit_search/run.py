@@ -37,6 +37,7 @@ from quantkit.bit_search.solve import Choice
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms.base import moves_scales
+from quantkit.compress.pipeline.gguf_entries import measured_entries
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import GENERAL_TEXT
@@ -46,6 +47,7 @@ from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.evaluate.tasks import read_named_text, speaks_demo
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats._gguf_file import copy_with_entries
 from quantkit.numerics.dtype import find_dtype
 from quantkit.output.writer import write_json
 from quantkit.quantities import byte_size, dtype_name
@@ -104,7 +106,7 @@ class _Search:
         self.target, self.outputs, self.trial, self._rounds = target, outputs, Path(), options.rounds
         work, folder = outputs.work.path, resolve(model)
         moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
-        self.candidates, notes = _candidates(model, options, target.bits)
+        self.candidates, notes = _candidates(model, options, target)
         engine = {"dtype": "float32", "device": options.device, **options.engine}
         progress("loading the original")
         self.original = load_llm(str(folder), **engine)
@@ -141,14 +143,7 @@ class _Search:
         if target.bits is not None:
             return self.verify(self._choose(target.bits * measured.num_weights / 8))
         if target.num_bytes is not None:
-            left = target.num_bytes - measured.rest_bytes
-            if left <= 0:
-                raise GateFailure(f"tensors that are never compressed take {measured.rest_bytes} bytes; raise --size")
-            most = max(measured.total((n,) * len(measured.groups)).cost for n in range(len(self._names)))
-            if left > most:
-                largest = byte_size(measured.rest_bytes + round(most))
-                self.notes = (*self.notes, f"The largest choice takes {largest}, less than --size allows.")
-            return self.verify(self._choose(left))
+            return self.verify(self._choose(self._budget(target.num_bytes)))
         judge = None if target.recovery is None else Judge(original=self.original, goal=target.recovery)
         kl = target.kl if judge is None else judge.first_kl(*self._coarsest())
         assert kl is not None
@@ -158,6 +153,24 @@ class _Search:
                 break
             kl = kl * 0.97 * kl / result.measured_kl if judge is None else judge.next_kl(result)
         return result
+
+    def _budget(self, num_bytes: int) -> int:
+        """Return the bytes that a size leaves for the tensors that the search chooses types for.
+
+        Raises:
+            GateFailure: even the smallest choice is larger.
+        """
+        costs, rest = [[round(o.cost) for o in group] for group in self.measured.options], self.measured.rest_bytes
+        least, most = (rest + sum(map(extreme, costs)) for extreme in (min, max))
+        if num_bytes < least:
+            raise GateFailure(
+                f"bytes<={num_bytes} cannot be reached: the smallest choice takes {least} bytes, of which {rest} are "
+                "never compressed; raise --size, or give smaller --candidates"
+            )
+        if num_bytes > most:
+            text = f"--size allows {byte_size(num_bytes)}, but the largest choice takes {byte_size(most)}."
+            self.notes = (*self.notes, text)
+        return num_bytes - rest
 
     def _choose(self, budget: float) -> Choice:
         """Return the choice with the smallest KL within a budget of bytes."""
@@ -189,16 +202,17 @@ class _Search:
         made = runner.compress(recipe, self.trial)
         llm = runner.load(self.trial)
         kl = fresh.compare(llm).mean
-        self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."], self._measurement(kl))
+        final = self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."], self._measurement(kl))
+        num_bytes = self._noted_in_file(final) if is_gguf(final) else made.output_bytes
         recovery = None if judge is None else judge.recovery(llm)
         return SearchResult(
             model=made.model,
             recipe=str(self.outputs.recipe.output),
             base=runner.base.name,
             target=self.target.text,
-            reached=self._is_reached(kl, recovery, made.output_bytes),
+            reached=self._is_reached(kl, recovery, num_bytes),
             bits_per_weight=bits,
-            output_bytes=made.output_bytes,
+            output_bytes=num_bytes,
             candidates=self._candidate_records(),
             groups=self._group_choices(choice),
             data=self.data,
@@ -210,6 +224,13 @@ class _Search:
             recovery=recovery,
             notes=self.notes,
         )
+
+    def _noted_in_file(self, recipe: Recipe) -> int:
+        """Write what was measured into the GGUF file, as `quantize` with the recipe does; return the file's bytes."""
+        copy = self.trial.with_name(f"measured-{self.trial.name}")
+        copy_with_entries(self.trial, copy, measured_entries(recipe))
+        copy.replace(self.trial)
+        return self.trial.stat().st_size
 
     def _measurement(self, kl: float) -> dict[str, Any]:
         """Return the section `measured` of a recipe."""
@@ -315,21 +336,23 @@ def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], thread
 
 
 def _candidates(
-    model: str | None, options: SearchOptions, bits: float | None
+    model: str | None, options: SearchOptions, target: SearchTarget
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
     """Return the usable candidates, and a line for each of the others with the reason."""
     recipe, group = options.recipe, base_groups(options.recipe)
     if options.candidates:
-        return usable(model, recipe, read_candidates(options.candidates, group), options.device, bits)
+        return usable(
+            model, recipe, read_candidates(options.candidates, group), options.device, target.bits, target.num_bytes
+        )
     if is_gguf(recipe):
-        return usable(model, recipe, gguf_candidates(), options.device, bits)
+        return usable(model, recipe, gguf_candidates(), options.device, target.bits, target.num_bytes)
     name = recipe.source["weights"]["dtype"]
     if find_dtype(name).kind == "float":
         raise RecipeError(
             f"recipe {recipe.name!r} stores {name} weights, but the default candidates are integer types; "
             f"give --candidates, such as {name},int8, or start from an integer recipe such as gptq-int4"
         )
-    return usable(model, recipe, default_candidates(group), options.device, bits)
+    return usable(model, recipe, default_candidates(group), options.device, target.bits, target.num_bytes)
 
 
 def _windows(original: LLM, options: SearchOptions) -> tuple[str, str, Windows, tuple[str, ...]]:

@@ -37,7 +37,12 @@ def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | f
             entries["quantkit.calibration.sha256"] = file_digest(file)
         tokens = read_object(codes / MANIFEST, CheckpointError)["identity"]["calibration"]
         entries["quantkit.calibration.tokens_sha256"] = str(tokens)
-    return entries | {f"quantkit.measured.{key}": value for key, value in (recipe.measured or {}).items()}
+    return entries | measured_entries(recipe)
+
+
+def measured_entries(recipe: Recipe) -> dict[str, str | int | float]:
+    """Return the entries of `made_by` about what a search measured; none if no search wrote the recipe."""
+    return {f"quantkit.measured.{key}": value for key, value in (recipe.measured or {}).items()}
 
 
 def _text(recipe: Recipe) -> str:

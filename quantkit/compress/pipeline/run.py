@@ -96,7 +96,7 @@ def quantize(
         check_model(open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = compress(codes, overwrite=True)
-        entries = made_by(recipe, folder, codes)
+        entries = {"general.name": name, **made_by(recipe, folder, codes)}
         written = convert(codes, recipe.format, whole, embedding=recipe.embedding, entries=entries, overwrite=True)
         stage.promote(whole)
     return replace(result, output=str(file), output_bytes=written.output_bytes)

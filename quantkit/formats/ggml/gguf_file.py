@@ -168,6 +168,21 @@ def write_gguf_file(
     return digests
 
 
+def copy_with_entries(source: Path, target: Path, entries: Mapping[str, Any]) -> None:
+    """Copy a file that `write_gguf_file` made, with further metadata.
+
+    Args:
+        source: the file.
+        target: path of the copy; an existing file is replaced.
+        entries: metadata to add or to replace, see `write_gguf_file`.
+    Raises:
+        CheckpointError: the file cannot be read, or an entry cannot be stored.
+    """
+    file = read_gguf(source)
+    tensors = {name: (info.block, info.shape) for name, info in file.tensors.items()}
+    write_gguf_file(target, {**file.metadata, **entries}, tensors, map(file.chunks, file.tensors))
+
+
 class _Cursor:
     """Forward reader of a file that tracks how many bytes are left."""
 
