@@ -1,0 +1,123 @@
+"""KL of searched GGUF files beside files of the same size with one type for all tensors, or with a shipped mix.
+
+    gguf_search.py MODEL --calibration CALIB.txt --text UNSEEN.txt --test TEST.txt --about WORDS --work DIR
+        -o evals/results/gguf/search-NAME.json
+
+All calibrate on the same text. The search measures on UNSEEN. Every file is then measured on the beginning of TEST,
+which neither saw, by quantkit's engine in float32. For each size, the searched file is at most as large as the shipped
+mix, and the file with one type is within 1 %. Files that the work folder has are not made again; beside each is its row,
+with the stamp of when it was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from evals import provenance
+
+# By shipped recipe, whose file's size a search gets: the fields of the uniform recipe of about that size.
+SIZES: dict[str, tuple[str, list[str]]] = {
+    "gguf-q3_k": ("gguf-q4_k", ["overrides=[]", "embedding=q5_k", "name=uniform-q4_k"]),
+    "gguf-q4_k": ("gguf-q5_k", ["overrides=[]", "name=uniform-q5_k"]),
+}
+QUANTKIT = [sys.executable, "-m", "quantkit"]
+
+
+def settings(changes: list[str]) -> list[str]:
+    """The changes as words of a command line."""
+    return [word for change in changes for word in ("--set", change)]
+
+
+def made(args: argparse.Namespace, name: str, recipe: str, changes: list[str]) -> dict[str, Any]:
+    """Compress the model with a recipe, unless the file exists; return the file's row without its KL."""
+    from quantkit.compress.recipe import load
+
+    file, note = args.work / f"{name}.gguf", args.work / f"{name}.json"
+    limits = [f"calibration.data={args.calibration}", f"calibration.samples={args.samples}"]
+    if not note.is_file():
+        source = load(recipe, [*changes, *limits]).source
+        source["calibration"] = {**source["calibration"], "data": args.calibration.name}
+        # A searched recipe rests on the code of the search too.
+        source |= {"search": True} if recipe.endswith(".yaml") else {}
+        stamp = provenance.plain(provenance.stamp(source))
+        note.write_text(json.dumps({"name": name, "recipe": source, "stamp": stamp}))
+    if not file.is_file():
+        subprocess.run(
+            [*QUANTKIT, "quantize", args.model, "--recipe", recipe, *settings([*changes, *limits]), "-o", file],
+            check=True,
+        )
+    return {**json.loads(note.read_text()), "bytes": file.stat().st_size}
+
+
+def search(args: argparse.Namespace, num_bytes: int, name: str) -> Path:
+    """Search a recipe for a size, unless its file exists."""
+    file: Path = args.work / f"{name}.yaml"
+    if not file.is_file():
+        changes = settings([f"calibration.data={args.calibration}", f"calibration.samples={args.samples}"])
+        options = ["--text", args.text, "--tokens", str(args.tokens), "--rounds", str(args.rounds), *changes]
+        options += ["--candidates", args.candidates, "--work", args.work / "trials", "--threads", "1"]
+        target = ["--format", "gguf", "--size", str(num_bytes)]
+        subprocess.run([*QUANTKIT, "search", args.model, *target, *map(str, options), "-o", file], check=True)
+    return file
+
+
+def measure(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Add the KL to the original on the test text to each row."""
+    from quantkit.evaluate.engine import load_llm
+    from quantkit.evaluate.fidelity import fixed_windows
+    from quantkit.evaluate.sensitivity import Probe
+
+    engine = {"dtype": "float32", "device": "cpu", "threads": 1}
+    original = load_llm(str(args.model), **engine)
+    probe = Probe(original, fixed_windows(original, args.test.read_text(encoding="utf-8"), max_tokens=args.test_tokens))
+    for row in rows:
+        found = probe.compare(load_llm(str(args.work / f"{row['name']}.gguf"), **engine))
+        error = float(found.kl.double().std()) / len(found.kl) ** 0.5
+        row |= {"kl": found.mean, "kl_error": error, "kl_99": found.p99, "same_top_percent": 100 * found.top1}
+        row["positions"] = len(found.kl)
+        print(row["name"], row["bytes"], found.mean, error, flush=True)
+
+
+def main() -> None:
+    """Make what is missing, measure it, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    for name in ("--calibration", "--text", "--test", "--work", "-o"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--about", required=True)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
+    parser.add_argument("--candidates", default="q3_k,q4_k,q5_k,q6_k")
+    for name, number in (("--samples", 16), ("--tokens", 512), ("--rounds", 0), ("--test-tokens", 4096)):
+        parser.add_argument(name, type=int, default=number)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for shipped in args.sizes:
+        uniform, changes = SIZES[shipped]
+        rows.append({**made(args, shipped, shipped, []), "kind": "shipped mix", "size_of": shipped})
+        name = next(change.partition("=")[2] for change in changes if change.startswith("name="))
+        rows.append({**made(args, name, uniform, changes), "kind": "one type", "size_of": shipped})
+        recipe = search(args, rows[-2]["bytes"], f"searched-{shipped}")
+        row = {**made(args, recipe.stem, str(recipe), []), "kind": "searched", "size_of": shipped}
+        rows.append({**row, "measured": yaml.safe_load(recipe.read_text(encoding="utf-8"))["measured"]})
+    measure(args, rows)
+    texts = {
+        name: hashlib.sha256(getattr(args, name).read_bytes()).hexdigest() for name in ("calibration", "text", "test")
+    }
+    keys = ("candidates", "samples", "tokens", "rounds", "about")
+    engine = "quantkit's own engine, float32; not llama.cpp, which was not built"
+    result = {"model": args.model.name, "engine": engine, **{key: getattr(args, key) for key in keys}}
+    args.o.write_text(json.dumps({**result, "texts": texts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
