@@ -109,7 +109,8 @@ def formats(page: str) -> str:
 
 def gguf(page: str) -> str:
     """docs/gguf.md."""
-    return section(page, "quality", generator("page_sections/gguf_page.py").table())
+    made = generator("page_sections/gguf_page.py")
+    return section(section(page, "quality", made.table()), "search", made.searched())
 
 
 def readme(page: str) -> str:

@@ -5,8 +5,8 @@
 
 All calibrate on the same text. The search measures on UNSEEN. Every file is then measured on the beginning of TEST,
 which neither saw, by quantkit's engine in float32. For each size, the searched file is at most as large as the shipped
-mix, and the file with one type is within 1 %. Files that the work folder has are not made again; beside each is its row,
-with the stamp of when it was made.
+mix, and the file with one type is within 1 %. Files that the work folder has are not made again; beside each is its
+row, with the stamp of when it was made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Quality of our GGUF files beside those of llama-quantize, for docs/gguf.md: the tables of evals/results/gguf.
+"""Quality of our GGUF files beside those of llama-quantize, and of searched ones beside others of their size, for
+docs/gguf.md: the tables of evals/results/gguf.
 
 Standard library and yaml; for evals/pages.py.
 """
@@ -16,12 +17,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import MARK, ROOT, read_stamp
 
+SEARCHES = "search-"  # files of gguf_search.py
 RESULTS = Path(__file__).parents[1] / "results/gguf"
 
 
 def table() -> str:
-    """The part of the page."""
-    return "\n\n".join(_of(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("*.json")))
+    """The part of the page about quality."""
+    files = sorted(path for path in RESULTS.glob("*.json") if not path.name.startswith(SEARCHES))
+    return "\n\n".join(_of(json.loads(path.read_text(encoding="utf-8"))) for path in files)
+
+
+def searched() -> str:
+    """The part of the page about searches."""
+    files = sorted(RESULTS.glob(f"{SEARCHES}*.json"))
+    return "\n\n".join(_of_search(json.loads(path.read_text(encoding="utf-8"))) for path in files)
+
+
+def _of_search(result: dict[str, Any]) -> str:
+    lines = [
+        "| File | types | MB | KL | 99 % below | same likeliest token |",
+        "|---|---|---|---|---|---|",
+    ]
+    commits = set()
+    for row in result["rows"]:
+        stamp = read_stamp(row["stamp"])
+        assert stamp is not None, row["name"]
+        mark = f" {MARK}" if stamp.changed(row["recipe"]) else ""
+        commits.add(stamp.commit)
+        cells = [row["kind"], f"{row['bytes'] / 1e6:.1f}", f"{row['kl']:.4f} ± {row['kl_error']:.4f}{mark}"]
+        cells += [f"{row['kl_99']:.2f}", f"{row['same_top_percent']:.1f} %"]
+        lines.append(f"| `{row['name']}` | " + " | ".join(cells) + " |")
+    lines += ["", f"{result['model']}: {result['about']}; {result['rows'][0]['positions']:,} tokens, measured by"]
+    lines[-1] += f" {result['engine']}. Each search had {result['tokens']} tokens and the candidates"
+    lines[-1] += f" {result['candidates']}. At commit {', '.join(sorted(commits))}."
+    return "\n".join(lines)
 
 
 def _of(result: dict[str, Any]) -> str:

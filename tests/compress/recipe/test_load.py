@@ -17,6 +17,7 @@ from quantkit.compress.recipe.schema import (
     CalibrationSection,
     Document,
     KVCacheSection,
+    Measured,
     WeightsSection,
 )
 from quantkit.errors import RecipeError
@@ -324,9 +325,9 @@ def test_the_documentation_names_every_field_and_every_option():
         "activations.": ActivationsSection,
         "calibration.": CalibrationSection,
     }
-    sections["kv_cache."] = KVCacheSection
+    sections |= {"kv_cache.": KVCacheSection, "measured.": Measured}
     for prefix, section in sections.items():
-        for name in section.model_fields.keys() - {"weights", "activations", "calibration", "kv_cache"}:
+        for name in section.model_fields.keys() - {"weights", "activations", "calibration", "kv_cache", "measured"}:
             assert f"\n| `{prefix}{name}` |" in text, prefix + name
 
 
