@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,18 +136,17 @@ class Ends:
         return values.to(self._model.device, self._model.dtype)
 
 
-def rest_bytes(trial: Path, base: Recipe, modules: Sequence[str], type_name: str, counted: int) -> int:
+def rest_bytes(trial: Path, base: Recipe, stored: Mapping[str, StoredPart], type_name: str) -> int:
     """Return the most bytes that a file has besides the tensors that a search chooses types for.
 
     Args:
         trial: folder of the model compressed with one candidate, of which a file is made and deleted again.
         base: recipe that the search starts from.
-        modules: full names of all tensors that get a type.
-        type_name: type of embedding and head.
-        counted: bytes of these tensors in the trial.
+        stored: how these tensors are stored in the trial, by full name.
+        type_name: type of embedding and head in the trial.
     """
     file = trial.with_name(f"{trial.name}.gguf")
     size = convert(trial, FORMAT.name, file, embedding=type_name, overwrite=True).output_bytes
     file.unlink()
-    recipe = len(json.dumps(base.source)) + sum(len(module) + len(_LIST) for module in modules)
-    return size - counted + recipe + _ENTRIES + _PADDING * len(modules)
+    recipe = len(json.dumps(base.source)) + sum(len(module) + len(_LIST) for module in stored)
+    return size - sum(part.num_bytes for part in stored.values()) + recipe + _ENTRIES + _PADDING * len(stored)

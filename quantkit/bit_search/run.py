@@ -37,6 +37,8 @@ from quantkit.bit_search.solve import Choice
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms.base import moves_scales
+from quantkit.compress.convert.gguf import check_model
+from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.gguf_entries import measured_entries
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe
@@ -105,6 +107,8 @@ class _Search:
     ) -> None:
         self.target, self.outputs, self.trial, self._rounds = target, outputs, Path(), options.rounds
         work, folder = outputs.work.path, resolve(model)
+        if is_gguf(options.recipe):  # what a file cannot hold is refused before hours of work
+            check_model(open_source(folder))
         moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
         self.candidates, notes = _candidates(model, options, target)
         engine = {"dtype": "float32", "device": options.device, **options.engine}

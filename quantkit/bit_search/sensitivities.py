@@ -186,12 +186,12 @@ def measure_groups(
         if ends is not None:
             groups.insert(0, ends.group(candidate))
             stored |= ends.stored(candidate)
-            counted = sum(one.num_bytes for one in stored.values())
-            rest = rest_bytes(folder, runner.base, list(stored), embedding_type(candidate), counted)
         measured = _sensitivities(runner, candidate, groups, stored, probe, state)
         costs = [sum(stored[module].num_bytes for module in group.modules) for group in groups]
         forms.append(groups)
         options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
+        if ends is not None and candidate is candidates[-1]:
+            rest = rest_bytes(folder, runner.base, stored, embedding_type(candidate))
         gc.collect()  # free the candidate's model, which reference cycles hold, before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; check ignore in the recipe")
