@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import yaml
@@ -16,8 +17,8 @@ from quantkit.bit_search.start import start_recipe
 from quantkit.cli import main
 from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
-from quantkit.demo import DEMO_TEXT
-from quantkit.errors import GateFailure, InputError
+from quantkit.demo import DEMO_MODEL, DEMO_TEXT
+from quantkit.errors import GateFailure, InputError, ModelError
 from quantkit.formats._gguf_file import copy_with_entries, read_gguf
 from quantkit.formats.gguf import MATRIX_BLOCKS
 from quantkit.results import SearchResult
@@ -145,6 +146,14 @@ def test_wrong_arguments_are_refused_in_one_line(arguments, code, reason, tmp_pa
     assert done.exit_code == code
     assert reason in done.output
     assert "Traceback" not in done.output
+
+
+def test_a_model_that_gguf_cannot_hold_is_refused_before_it_is_compressed(tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "architectures": ["OlmoForCausalLM"]}))
+    with pytest.raises(ModelError, match=r"GGUF export of .*Olmo.* is not supported"):
+        quantkit.search(tmp_path / "model", None, tmp_path / "x.yaml", format="gguf", num_bytes=SIZE)
 
 
 def test_the_default_start_is_a_gguf_recipe_without_what_the_search_sets():
