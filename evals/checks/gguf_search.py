@@ -5,8 +5,8 @@
 
 All calibrate on the same text. The search measures on UNSEEN. Every file is then measured on the beginning of TEST,
 which neither saw, by quantkit's engine in float32. For each size, the searched file is at most as large as the shipped
-mix, and the file with one type is within 1 %. Files that the work folder has are not made again; beside each is its
-row, with the stamp of when it was made.
+mix, and files with one type for all linears are at most 1 % larger. Files that the work folder has are not made again;
+beside each is its row, with the stamp of when it was made.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from evals import provenance
 
-# By shipped recipe, whose file's size a search gets: the fields of the uniform recipe of about that size.
-SIZES: dict[str, tuple[str, list[str]]] = {
-    "gguf-q3_k": ("gguf-q4_k", ["overrides=[]", "embedding=q5_k", "name=uniform-q4_k"]),
-    "gguf-q4_k": ("gguf-q5_k", ["overrides=[]", "name=uniform-q5_k"]),
+# By shipped recipe, whose file's size a search gets: recipe and fields of files with one type, at most 1 % larger.
+SIZES: dict[str, list[tuple[str, list[str]]]] = {
+    "gguf-q3_k": [
+        ("gguf-q4_k", ["overrides=[]", "embedding=q5_k", "name=uniform-q4_k"]),
+        ("gguf-q4_k", ["overrides=[]", "weights.dtype=q4_1", "embedding=q5_k", "name=uniform-q4_1"]),
+    ],
+    "gguf-q4_k": [("gguf-q5_k", ["overrides=[]", "name=uniform-q5_k"])],
 }
 QUANTKIT = [sys.executable, "-m", "quantkit"]
 
@@ -95,18 +98,19 @@ def main() -> None:
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--about", required=True)
     parser.add_argument("--sizes", nargs="*", default=list(SIZES))
-    parser.add_argument("--candidates", default="q3_k,q4_k,q5_k,q6_k")
+    parser.add_argument("--candidates", default="q3_k,q4_k,q4_1,q5_k,q6_k")
     for name, number in (("--samples", 16), ("--tokens", 512), ("--rounds", 0), ("--test-tokens", 4096)):
         parser.add_argument(name, type=int, default=number)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     rows = []
     for shipped in args.sizes:
-        uniform, changes = SIZES[shipped]
         rows.append({**made(args, shipped, shipped, []), "kind": "shipped mix", "size_of": shipped})
-        name = next(change.partition("=")[2] for change in changes if change.startswith("name="))
-        rows.append({**made(args, name, uniform, changes), "kind": "one type", "size_of": shipped})
-        recipe = search(args, rows[-2]["bytes"], f"searched-{shipped}")
+        for uniform, changes in SIZES[shipped]:
+            name = next(change.partition("=")[2] for change in changes if change.startswith("name="))
+            rows.append({**made(args, name, uniform, changes), "kind": "one type", "size_of": shipped})
+        size = (args.work / f"{shipped}.gguf").stat().st_size
+        recipe = search(args, size, f"searched-{shipped}")
         row = {**made(args, recipe.stem, str(recipe), []), "kind": "searched", "size_of": shipped}
         rows.append({**row, "measured": yaml.safe_load(recipe.read_text(encoding="utf-8"))["measured"]})
     measure(args, rows)

@@ -14,6 +14,8 @@ from quantkit.report.table import Column, Table, facts
 if TYPE_CHECKING:
     from quantkit.results import CheckpointDifference, CheckpointSummary
 
+_SHOWN = 100  # characters of an entry of a GGUF file
+
 
 @click.command("inspect", cls=Command, short_help="Show number types, sizes and errors of a checkpoint.")
 @click.argument("checkpoint", required=False)
@@ -91,7 +93,7 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("parameters", f"{summary.num_parameters:,}"),
             ("size", byte_size(summary.num_bytes)),
             *storage_rows(summary.bits_per_weight, summary),
-            *((key, value) for key, value in summary.made_by.items() if "\n" not in value),
+            *((key, value[:_SHOWN]) for key, value in summary.made_by.items() if "\n" not in value),
             ("quantkit.recipe", "in --json" if "quantkit.recipe" in summary.made_by else None),
         ]
     )
