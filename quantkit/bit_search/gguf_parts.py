@@ -15,7 +15,7 @@ from quantkit.compress.convert import convert
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError
 from quantkit.evaluate.fused_groups import FusedGroup
-from quantkit.formats._gguf_blocks import dequantize_blocks, round_to_blocks
+from quantkit.formats.ggml.blocks import dequantize_blocks, round_to_blocks
 from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block, matrix_bytes
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import Linear

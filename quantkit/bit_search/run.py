@@ -37,7 +37,7 @@ from quantkit.bit_search.solve import Choice
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms.base import moves_scales
-from quantkit.compress.convert.gguf import check_model
+from quantkit.compress.convert.gguf_writer import check_model
 from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.gguf_entries import measured_entries
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
@@ -49,7 +49,7 @@ from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.evaluate.tasks import read_named_text, speaks_demo
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.formats._gguf_file import copy_with_entries
+from quantkit.formats.ggml.gguf_file import copy_with_entries
 from quantkit.numerics.dtype import find_dtype
 from quantkit.output.writer import write_json
 from quantkit.quantities import byte_size, dtype_name

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from quantkit.compress.pipeline.identity import file_digest
+from quantkit.checkpoints.reader import file_digest
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import bundled_calibration
 from quantkit.errors import CheckpointError
