@@ -9,7 +9,6 @@ import shutil
 import pytest
 import yaml
 from click.testing import CliRunner
-from quantkit.formats._gguf_file import copy_with_entries, read_gguf
 
 import quantkit
 from quantkit.bit_search.candidates import gguf_candidates, read_candidates
@@ -20,6 +19,7 @@ from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
 from quantkit.demo import DEMO_MODEL, DEMO_TEXT
 from quantkit.errors import GateFailure, InputError, ModelError
+from quantkit.formats.ggml.gguf_file import copy_with_entries, read_gguf
 from quantkit.formats.gguf import MATRIX_BLOCKS
 from quantkit.results import SearchResult
 from quantkit.upload import hub_card
