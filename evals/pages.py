@@ -113,6 +113,11 @@ def gguf(page: str) -> str:
     return section(section(page, "quality", made.table()), "search", made.searched())
 
 
+def behaviour(page: str) -> str:
+    """docs/behaviour.md."""
+    return section(page, "sweep", generator("page_sections/behaviour_page.py").table())
+
+
 def readme(page: str) -> str:
     """README.md: nothing that is stale."""
     rows = generator("page_sections/models_page.py")
@@ -127,6 +132,7 @@ def readme(page: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
+    "docs/behaviour.md": behaviour,
     "docs/formats.md": formats,
     "docs/gguf.md": gguf,
     "docs/performance.md": performance,
