@@ -4,8 +4,8 @@
         -o evals/results/gguf/search-NAME.json
 
 All calibrate on the same text. The search measures on UNSEEN. Every file is then measured on the beginning of TEST,
-which neither saw, by quantkit's engine in float32. For each size, the searched file is at most as large as the shipped
-mix, and files with one type for all linears are at most 1 % larger. Files that the work folder has are not made again;
+which neither saw, by quantkit's engine in float32. For each size, the searched file is at most as large as the first
+of the others, and these are within 1 % of one another. Files that the work folder has are not made again;
 beside each is its row, with the stamp of when it was made.
 """
 
@@ -24,13 +24,19 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from evals import provenance
 
-# By shipped recipe, whose file's size a search gets: recipe and fields of files with one type, at most 1 % larger.
+# Recipe and changed fields of the files that a searched one is compared with; the first gives the size.
 SIZES: dict[str, list[tuple[str, list[str]]]] = {
-    "gguf-q3_k": [
-        ("gguf-q4_k", ["overrides=[]", "embedding=q5_k", "name=uniform-q4_k"]),
+    "uniform-q4_1": [
         ("gguf-q4_k", ["overrides=[]", "weights.dtype=q4_1", "embedding=q5_k", "name=uniform-q4_1"]),
     ],
-    "gguf-q4_k": [("gguf-q5_k", ["overrides=[]", "name=uniform-q5_k"])],
+    "gguf-q3_k": [
+        ("gguf-q3_k", []),
+        ("gguf-q4_k", ["overrides=[]", "embedding=q5_k", "name=uniform-q4_k"]),
+    ],
+    "gguf-q4_k": [
+        ("gguf-q4_k", []),
+        ("gguf-q5_k", ["overrides=[]", "name=uniform-q5_k"]),
+    ],
 }
 QUANTKIT = [sys.executable, "-m", "quantkit"]
 
@@ -105,15 +111,14 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     rows = []
-    for shipped in args.sizes:
-        rows.append({**made(args, shipped, shipped, []), "kind": "shipped mix", "size_of": shipped})
-        for uniform, changes in SIZES[shipped]:
-            name = next(change.partition("=")[2] for change in changes if change.startswith("name="))
-            rows.append({**made(args, name, uniform, changes), "kind": "one type", "size_of": shipped})
-        size = (args.work / f"{shipped}.gguf").stat().st_size
-        recipe = search(args, size, f"searched-{shipped}")
-        row = {**made(args, recipe.stem, str(recipe), []), "kind": "searched", "size_of": shipped}
-        rows.append({**row, "measured": yaml.safe_load(recipe.read_text(encoding="utf-8"))["measured"]})
+    for first in args.sizes:
+        for recipe, changes in SIZES[first]:
+            name = next((change.partition("=")[2] for change in changes if change.startswith("name=")), recipe)
+            kind = "one type" if changes else "shipped mix"
+            rows.append({**made(args, name, recipe, changes), "kind": kind, "size_of": first})
+        found = search(args, (args.work / f"{first}.gguf").stat().st_size, f"searched-{first}")
+        row = {**made(args, found.stem, str(found), []), "kind": "searched", "size_of": first}
+        rows.append({**row, "measured": yaml.safe_load(found.read_text(encoding="utf-8"))["measured"]})
     measure(args, rows)
     texts = {
         name: hashlib.sha256(getattr(args, name).read_bytes()).hexdigest() for name in ("calibration", "text", "test")
