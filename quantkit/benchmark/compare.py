@@ -105,7 +105,8 @@ class Ratio:
         value, baseline: medians over all rounds of the model and of the baseline; seconds, or tokens per second.
         low, high: smallest and largest ratio of a single round.
         noise: half the spread of a model's own rounds, as a share of its median; the larger of the two models' values.
-        verdict: speed verdict, where a smaller ITL is faster; "noise": no difference beyond the noise.
+        verdict: "faster", "slower", or "noise" if the difference does not exceed the noise or the rounds disagree about
+            its direction. Smaller latencies and more tokens/s count as faster.
     """
 
     workload: str

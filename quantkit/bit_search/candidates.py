@@ -164,7 +164,8 @@ def usable(
     bits: float | None = None,
     num_bytes: int | None = None,
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Return the candidates that the model's widths and the recipe's format allow, also beside one another.
+    """Return the candidates that the model's widths and the recipe's format allow, each alone and mixed with another
+    candidate in one model.
 
     Args:
         model: directory or hub id; None = the demo model.

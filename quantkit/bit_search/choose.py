@@ -4,9 +4,10 @@ Sensitivities are measured one group at a time, but quantizing one group changes
 measures the chosen combination, moves each group one option up and one option down, and solves again with those numbers
 as long as the measured KL falls.
 
-If the target is task accuracy, the search uses KL as a proxy, since only compressed models can answer the tasks. It
-assumes that the loss of accuracy is proportional to KL. The first factor comes from a coarse model, whose loss is large
-enough to measure. Later factors come from models that missed the target.
+If the target is task accuracy, the search uses KL as a proxy, since the accuracy of a choice can be measured only after
+a model has been compressed with it. It assumes that the loss of accuracy is proportional to KL. The first estimate of
+the ratio of loss to KL comes from a coarsely quantized model (the candidate with the largest KL below 0.2, used for all
+groups), whose loss is large enough to measure. Later estimates come from models that missed the target.
 """
 
 from __future__ import annotations

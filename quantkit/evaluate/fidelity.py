@@ -106,7 +106,8 @@ def fidelity(
         original: the original, with the same vocabulary.
         windows: windows of token ids, see `fixed_windows`.
         data: name of the text, for the record.
-        greedy_tokens: number of tokens to generate after the beginnings of the first windows; 0 = none.
+        greedy_tokens: number of tokens to generate greedily per prompt; the prompts are the beginnings of the first few
+            windows; 0 = generate nothing.
         say: callback for progress.
     Raises:
         ModelError: the vocabularies differ.

@@ -13,8 +13,8 @@
 A GGUF file cannot hold an incomplete model, so a run first writes a folder from which it can resume. The folder is in
 the compressed-tensors format, restricted to schemes and float16 scales that fit GGUF blocks; this module defines those
 limits. In the folder, linears of ggml's types are stored as their blocks. `quantization_config` lists these linears;
-its entry "codes" has the compressed-tensors section of the others. `quantkit.compress.convert` converts the folder to
-the file. `ggml.blocks` defines blocks, `ggml.gguf_file` the file.
+its entry "codes" holds the compressed-tensors `quantization_config` of all other quantized linears.
+`quantkit.compress.convert` converts the folder to the file. `ggml.blocks` defines blocks, `ggml.gguf_file` the file.
 
 When quantkit reads a GGUF file, `quantkit.checkpoints.gguf_checkpoint` presents the file like such a folder: its
 `quantization_config` lists the modules of each ggml type, and the blocks of a linear are one tensor, such as

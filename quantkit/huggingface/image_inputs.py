@@ -184,5 +184,6 @@ def _check_rows(used: Tensor, _: nn.Module, args: tuple[Any, ...]) -> None:
     unread = ~torch.isin(args[0].cpu(), used)
     if unread.any():
         raise ModelError(
-            f"the model replaces a token with token {int(args[0].cpu()[unread][0])}, whose embedding was not read"
+            f"the model looks up token {int(args[0].cpu()[unread][0])}, which is not in the samples, so quantkit did "
+            "not read its embedding"
         )

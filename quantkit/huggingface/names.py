@@ -55,7 +55,9 @@ class Renaming:
 
     @classmethod
     def of(cls, model: nn.Module, quantizer: Any = None) -> "Renaming | None":
-        """Return the rules of a model, with those of a quantizer; None before transformers 5, which has no rules."""
+        """Return a model's rules, with those of a quantizer; None for transformers versions before 5, because they have
+        no rules.
+        """
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import rename_source_key  # noqa: F401

@@ -256,7 +256,10 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
         if layer.attention.kind in ("dsa", "csa", "hca") or layer.attention.has_rows
     ]
     if refused:
-        raise InputError(f"kv_budget: the bundled runtime cannot evict {refused[0]}; leave it out")
+        raise InputError(
+            f"kv_budget: quantkit's runtime cannot evict from the cache of layers with attention of this kind: "
+            f"{refused[0]}; leave kv_budget out"
+        )
     if shape.layers and all(layer.attention.kind == "state" for layer in shape.layers):
         raise InputError(
             "kv_budget: the model keeps a state of fixed size per sequence, which cannot be evicted; leave it out"

@@ -52,7 +52,8 @@ class WeightForm:
     def fitted(self, in_features: int) -> "WeightForm":
         """Return the form with the group size that `quantize` falls back to if groups do not divide the inputs.
 
-        Only for forms without a format; a recipe's forms already have their final group sizes.
+        Do not call this on a form whose bytes a format counts (`counted` is set), such as a recipe's forms: its group
+        size is already final.
         """
         if self.group_size is None:
             return self
@@ -234,7 +235,9 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
 
 
 def experts_read(matrix: Matrix, batch: int) -> float:
-    """Return the expected copies of a matrix read by a step of this many sequences that choose experts at random."""
+    """Return the expected number of a matrix's copies (one per expert) that a step of `batch` sequences reads if each
+    sequence chooses its experts at random.
+    """
     if matrix.copies == matrix.active:
         return matrix.copies
     return float(matrix.copies * (1 - (1 - matrix.active / matrix.copies) ** batch))

@@ -136,7 +136,9 @@ class TextStream:
         self._finder = StopFinder(stops)
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Return the new final text, and whether a stop text follows it."""
+        """Return the additional text that no later token can change, and whether a stop text was found right after
+        it.
+        """
         return self._finder.push(self._detokenizer.push(token))
 
     def flush(self) -> tuple[str, bool]:

@@ -130,7 +130,9 @@ class Sequence(PageHolder):
 
     @property
     def draws(self) -> bool:
-        """Whether to choose a token after the last known one; otherwise the request only scores its prompt."""
+        """Whether the request still has a token to generate after its known tokens (prompt and output so far); if not,
+        only these are scored.
+        """
         return self.limit > len(self.ids)
 
     @property

@@ -53,7 +53,10 @@ class PromptScoring:
         _check_integer("top", self.top, 0, "leave it out for none")
         _check_integer("chunk_size", self.chunk_size, 1, "None for as many as fit into a step")
         if not (self.num_tokens or self.continuations or self.logits):
-            raise RequestError("the request scores nothing; give num_tokens, continuations or logits")
+            raise RequestError(
+                "the request asks for no scores; give num_tokens (how many of the last prompt tokens to score), "
+                "continuations or logits"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

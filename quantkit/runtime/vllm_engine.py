@@ -239,8 +239,8 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         ]
 
     def _prompt_rows(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[list[dict[int, Any]], Any]]:
-        """Return vLLM's log-probabilities for each prompt: those of all tokens except the first, and those of the next
-        token.
+        """Return vLLM's log-probabilities for each prompt: one row per prompt token except the first, and one row for
+        the token that follows the prompt.
         """
         params = self._params(temperature=0.0, max_tokens=1, prompt_logprobs=count, logprobs=count, detokenize=False)
         inputs = [{"prompt_token_ids": list(ids)} for ids in prompts]

@@ -105,7 +105,7 @@ class AnswerFormat:
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Return a text in llguidance's dialect of Lark."""
+    """Return the Lark expression (llguidance's dialect) that matches exactly this text."""
     names = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
     parts = re.split(f"({names})", text) if names else [text]
     return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts if part)

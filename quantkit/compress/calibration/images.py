@@ -50,7 +50,9 @@ def draw_pictures() -> list[tuple[str, Tensor]]:
 
 
 def _two(front: str, ground: str, shape: Callable[[Tensor, Tensor], Tensor], height: int, width: int) -> Tensor:
-    """Draw a shape in one colour on a ground in another; the shape is a formula of y and x between 0 and 1."""
+    """Draw a shape in one colour on a background of another. `shape` maps coordinates y and x (0 to 1) to whether the
+    point lies inside.
+    """
     y, x = torch.meshgrid(torch.arange(height) / height, torch.arange(width) / width, indexing="ij")
     colours = torch.tensor([_COLOURS[ground], _COLOURS[front]], dtype=torch.uint8)
     return colours[shape(y, x).long()]

@@ -86,7 +86,8 @@ class Workspace:
 
 
 class _MeanMatrix:
-    """Sum of (R, K) float32 matrices over tokens, computed in panels of rows. `finish` returns the mean, once.
+    """Sum of (R, K) float32 matrices over tokens, computed in panels of rows. `finish` returns parts that add up to the
+    mean, and can be called only once, because it frees the sums.
 
     Args:
         width: K.

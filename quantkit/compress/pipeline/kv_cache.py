@@ -121,7 +121,8 @@ def with_cache(
 def check_cache_written(
     folder: Path, recipe: Recipe, config: Mapping[str, Any], records: Sequence[LayerRecord]
 ) -> None:
-    """Check that a finished checkpoint describes the chosen cache and stores the scales in the records.
+    """Check that a finished checkpoint describes the chosen cache, and that its stored scales equal those in the
+    records.
 
     Args:
         folder: folder of the checkpoint.

@@ -65,7 +65,8 @@ def quantize(
             GPU.
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
-        engine: engine that must be able to read the result, named in `quantkit.engine_rules`; checked before the work.
+        engine: name of the engine that must be able to read the result, one of those in `quantkit.engine_rules`;
+            recipes whose result it cannot read are refused before the work starts. None = no particular one.
         listener: receives progress events.
     Raises:
         InputError: model, recipe, data or output cannot be used.

@@ -163,8 +163,8 @@ class _Verification:
         return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine))
 
     def answers(self) -> tuple[Report, str]:
-        """Run tasks, perplexity, fidelity and sensitivity; return the report and the name of the text. All models are
-        freed.
+        """Run tasks, perplexity, fidelity and sensitivity; return the report and the content of the text on which
+        fidelity was measured. All models are freed.
         """
         (path, engine), (source, plain) = self.sides
         self.progress("loading the original")

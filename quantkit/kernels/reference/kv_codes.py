@@ -2,7 +2,8 @@
 
 Scales and zeros are fp16, rounded so that they still cover the range (zero down, scale up), and codes are computed with
 the rounded values. So an error is at most half a step for any range. A code's value is code * scale + zero. INT8 codes
-are signed and have no zero. INT4 codes are 0..15, packed as drawn in `layouts`. Shapes: ... any, D channels.
+are signed and have no zero. INT4 codes are 0..15, packed as drawn in `layouts`. Shapes: `...` stands for any leading
+dimensions, D for channels.
 """
 
 import torch

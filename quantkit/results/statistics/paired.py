@@ -253,7 +253,7 @@ def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
 
 
 def count_pairs(baseline: Sequence[float], value: Sequence[float]) -> Counts:
-    """Count right-or-wrong pairs."""
+    """Count the items that both models, only the original, only the compressed model, or neither answers correctly."""
     pairs = [(before > 0.5, after > 0.5) for before, after in zip(baseline, value, strict=True)]
     return Counts(
         both=pairs.count((True, True)),
@@ -333,8 +333,8 @@ def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]
 
 
 def _freedom(strata: Sequence[Counts | Moments]) -> float:
-    """Return the degrees of freedom for Student's t: those of the smallest task with scores; infinite for
-    right-or-wrong items.
+    """Return the degrees of freedom for Student's t: those of the task with the fewest items among tasks with
+    graded (not just 0 or 1) scores; infinite if all tasks have right-or-wrong items.
     """
     # The smallest task has the least certain variance; an interval that is too wide is the safer mistake.
     return min((max(1, s.total - 1) for s in strata if isinstance(s, Moments)), default=math.inf)
