@@ -108,7 +108,7 @@ def verify(
         QuantkitError: see `quantkit.errors`; a failed gate raises no error.
     """
     # Imported late: compressing and reading recipes need no runtime.
-    from quantkit.evaluate.verify.pair import check_output, check_pair
+    from quantkit.evaluate.verify.pair_checks import check_output, check_pair
     from quantkit.evaluate.verify.run import verify_pair
     from quantkit.report.files import write_report
 

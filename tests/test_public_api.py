@@ -132,12 +132,12 @@ def test_the_wrapper_and_the_pipeline_agree_on_their_options():
 
 
 def test_verify_passes_on_what_it_is_given_and_writes_only_where_told(monkeypatch, tmp_path):
-    from quantkit.evaluate.verify import pair, run
+    from quantkit.evaluate.verify import pair_checks, run
     from tests.report.synthetic import make_report
 
     calls = []
     report = make_report()
-    monkeypatch.setattr(pair, "check_pair", lambda *given: calls.append(given) or given)
+    monkeypatch.setattr(pair_checks, "check_pair", lambda *given: calls.append(given) or given)
     monkeypatch.setattr(run, "verify_pair", lambda given, options, progress: report if given is calls[-1] else None)
     assert quantkit.verify("out") is report
     assert not list(tmp_path.iterdir())

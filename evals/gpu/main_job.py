@@ -27,7 +27,7 @@ from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.verify.run import VerifyOptions
 
 # Imported late, when a checkpoint is written.
-NEEDS = ("accelerate", "compressed_tensors", "quantkit.api", "quantkit.evaluate.verify.pair")
+NEEDS = ("accelerate", "compressed_tensors", "quantkit.api", "quantkit.evaluate.verify.pair_checks")
 RECIPES = ("awq-int4", "gptq-int4")
 MODELS = ("demo", "8B, 2 layers")
 STAGES = ("quantize", "text", "verify")

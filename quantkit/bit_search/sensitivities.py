@@ -22,7 +22,7 @@ from quantkit.compress.pipeline import quantize
 from quantkit.compress.pipeline.run import quantize_together
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError, ResumeError
-from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups
+from quantkit.evaluate.group_swaps import FusedGroup, find_fused_groups
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe
 from quantkit.results import CompressionResult
@@ -97,7 +97,7 @@ class MeasuredGroup:
     """One fused group of the model and its options.
 
     Args:
-        layer, name, modules: see `evaluate.fused_groups.FusedGroup`.
+        layer, name, modules: see `evaluate.group_swaps.FusedGroup`.
         num_weights: number of weights in the group.
         options: bytes and KL of each candidate, in order; the last option leaves the group unquantized.
         forms: the group as compressed with each candidate.

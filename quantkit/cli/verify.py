@@ -130,7 +130,7 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
         QuantkitError: the engine cannot run the format, a gate is not valid, or a package is missing.
     """
     from quantkit.errors import RecipeError
-    from quantkit.evaluate.verify.pair import check_gates
+    from quantkit.evaluate.verify.pair_checks import check_gates
     from quantkit.evaluate.verify.run import VerifyOptions, check_options
     from quantkit.formats import REGISTRY as FORMATS
 
@@ -156,7 +156,7 @@ def verify_result(
     Raises:
         GateFailure: a gate failed.
     """
-    from quantkit.evaluate.verify.pair import check_pair, set_aside
+    from quantkit.evaluate.verify.pair_checks import check_pair, set_aside
     from quantkit.evaluate.verify.run import verify_pair
     from quantkit.report.files import write_report
 
@@ -219,7 +219,7 @@ def command(
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
     from quantkit.distributed import is_writer
-    from quantkit.evaluate.verify.pair import check_output, check_pair
+    from quantkit.evaluate.verify.pair_checks import check_output, check_pair
     from quantkit.evaluate.verify.run import check_options, verify_pair
     from quantkit.report.files import write_report
 

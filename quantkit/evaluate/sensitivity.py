@@ -27,7 +27,7 @@ from quantkit.evaluate.fidelity import (
     join_distances,
     window_logits,
 )
-from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
+from quantkit.evaluate.group_swaps import FusedGroup, find_fused_groups, swapped
 from quantkit.results import GateResult, Report, SensitivityMap, SensitivityProposal, SensitivityRecord
 from quantkit.results.gates import METRICS
 from quantkit.runtime.llm import LLM

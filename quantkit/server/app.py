@@ -22,6 +22,7 @@ from quantkit.runtime.dialects.dialect import find_dialect
 from quantkit.runtime.types import SamplingParams
 from quantkit.server import answers
 from quantkit.server.admission import Asked, Bodies, Doorkeeper, Run
+from quantkit.server.answer_format import AnswerFormat
 from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
 from quantkit.server.bridge import Bridge, Mailbox
 from quantkit.server.conversations import ChatMessage, ChatRequest, TokenizeRequest
@@ -36,7 +37,6 @@ from quantkit.server.schemas import (
     openapi_document,
 )
 from quantkit.server.streams import EventStream, whole_answer
-from quantkit.server.tool_calls import AnswerFormat
 
 # Tokenizing this many characters takes about a millisecond; longer texts are tokenized in another thread.
 _SHORT_TEXT = 4096

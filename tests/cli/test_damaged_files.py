@@ -13,7 +13,7 @@ from quantkit.cli._output import explain
 from quantkit.compress.calibration.dataset import _read_file
 from quantkit.errors import CheckpointError, DataError, InputError, ModelError
 from quantkit.evaluate.tasks import read_named_text
-from quantkit.evaluate.verify.pair import check_pair
+from quantkit.evaluate.verify.pair_checks import check_pair
 from quantkit.inspection import inspect
 from quantkit.planning.source import from_model
 from quantkit.runtime.llm import LLM

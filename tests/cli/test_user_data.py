@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.evaluate.verify.pair import check_output, check_pair
+from quantkit.evaluate.verify.pair_checks import check_output, check_pair
 from quantkit.inspection import inspect
 from quantkit.output import writer
 from quantkit.output.staging import open_stage

@@ -7,7 +7,7 @@ import torch
 
 import quantkit
 from quantkit.evaluate.fidelity import fixed_windows
-from quantkit.evaluate.fused_groups import find_fused_groups, swapped
+from quantkit.evaluate.group_swaps import find_fused_groups, swapped
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe
 from tests.helpers import TEXT, make_model

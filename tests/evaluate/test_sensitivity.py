@@ -12,7 +12,7 @@ import quantkit
 from quantkit.errors import InputError, ModelError
 from quantkit.evaluate import sensitivity as module
 from quantkit.evaluate.fidelity import Distances, distances, fixed_windows, window_logits
-from quantkit.evaluate.fused_groups import FusedGroup, find_fused_groups, swapped
+from quantkit.evaluate.group_swaps import FusedGroup, find_fused_groups, swapped
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Goal, Probe, propose, sensitivity_map
 from quantkit.results import SensitivityMap, SensitivityRecord

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.discovery.fused_sets import Gates
+from quantkit.compress.discovery.input_sets import Gates
 from quantkit.compress.discovery.layer_structure import Survey, survey, survey_modules
 from quantkit.compress.discovery.layout import find_model_layout
 from quantkit.compress.discovery.stacked_experts import fill_randomly, find_experts

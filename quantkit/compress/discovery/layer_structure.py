@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from quantkit.compress.discovery.fused_sets import Draft, Gates, draft_sets, expert, same, template
+from quantkit.compress.discovery.input_sets import Draft, Gates, draft_sets, expert, same, template
 from quantkit.compress.discovery.layout import module_ancestors
 from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, FoldTrial, source_candidates

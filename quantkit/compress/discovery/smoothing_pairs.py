@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.compress.calibration.folding import folded
-from quantkit.compress.discovery.fused_sets import Draft, same
+from quantkit.compress.discovery.input_sets import Draft, same
 from quantkit.compress.discovery.recorder import Recording
 from quantkit.errors import ModelError
 from quantkit.models.linear_sets import LinearSet

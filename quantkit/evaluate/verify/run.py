@@ -35,7 +35,7 @@ from quantkit.evaluate.run import (
 )
 from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitivity_map
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
-from quantkit.evaluate.verify.pair import Pair, compression, environment, model_facts
+from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
 from quantkit.quantities import dtype_name
 from quantkit.results import BehaviourResult, EvaluationResult, FidelityResult, Report

@@ -16,7 +16,7 @@ from quantkit.compress.algorithms._smoothing import can_fold, fold
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.discovery.discover import _touches_weights, discover
-from quantkit.compress.discovery.fused_sets import Gates
+from quantkit.compress.discovery.input_sets import Gates
 from quantkit.compress.discovery.layer_structure import survey
 from quantkit.compress.pipeline import plan
 from quantkit.errors import ModelError
