@@ -14,7 +14,7 @@ from quantkit.checkpoints.dense_source import open_dense
 from quantkit.compress.convert import convert
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError
-from quantkit.evaluate.fused_groups import FusedGroup
+from quantkit.evaluate.group_swaps import FusedGroup
 from quantkit.formats.ggml.blocks import dequantize_blocks, round_to_blocks
 from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block, matrix_bytes
 from quantkit.kernels.ops.linear import build_linear
