@@ -197,4 +197,4 @@ def test_it_says_who_reads_it_and_who_ignores_its_cache(tmp_path):
     assert plain["SGLang"].reads == "no" and "64 x 128" in plain["SGLang"].reason  # a matrix of 16 x 64
     (folder / "config.json").write_text(json.dumps({**config, "quantkit_kv_cache": {"version": 1}}))
     own = {reading.engine: reading for reading in inspect(folder).engines}
-    assert "quantkit_kv_cache) is ignored without a word: 16-bit keys and values" in own["vLLM"].cache
+    assert "silently ignores quantkit_kv_cache and keeps 16-bit keys and values" in own["vLLM"].cache

@@ -1,4 +1,4 @@
-"""docs/accuracy.md, and what other pages say of it, from the results on disk; `evals/pages.py` writes them."""
+"""docs/accuracy.md and the sentences of other pages about it, from the results on disk, for `evals/pages.py`."""
 
 from __future__ import annotations
 
@@ -21,52 +21,58 @@ from quantkit.results.statistics.paired import compare_pairs
 
 ORIGINAL = "original"
 PEERS = "peers"
-BELOW = "the peer's is below the original's, which is no merit there, see above"
+BELOW = "the peer's perplexity is below the original's, which is no merit on this model (see above)"
 BUSY = 0.05  # of the machine that others may take before seconds are marked
 
 HEAD = """\
 # Accuracy
 
-Every method x number type x model of the test bed, other tools beside us. This page is generated from
-`evals/results/accuracy/*.json`; each figure comes from a run.
+This page compares quantkit's methods with other tools, for each number type and model of the test bed. It is generated
+from `evals/results/accuracy/*.json`, and each figure comes from a run.
 
-    python evals/pages.py --write                                            # this page again, from the kept results
-    python evals/accuracy/run.py --list                                      # which rows are missing, and which are old
-    python evals/accuracy/run.py --work DIR                                  # measure: the demo model, then this page
-    python evals/accuracy/run.py --work DIR --models DIR --data DIR          # the other models too
-    python evals/accuracy/peers.py --work DIR --llm-compressor PYTHON ...    # the same with other tools
-    python evals/accuracy/score.py CHECKPOINT [OTHER] --baseline MODEL --text FILE   # any two of your own
+    python evals/pages.py --write                                            # generate this page from the kept results
+    python evals/accuracy/run.py --list                                      # list the missing and the stale rows
+    python evals/accuracy/run.py --work DIR                                  # measure the demo model
+    python evals/accuracy/run.py --work DIR --models DIR --data DIR          # measure the other models too
+    python evals/accuracy/peers.py --work DIR --llm-compressor PYTHON ...    # measure other tools
+    python evals/accuracy/score.py CHECKPOINT [OTHER] --baseline MODEL --text FILE   # score your own checkpoints
 
-**How it was measured.** Every checkpoint is read from disk and decoded in float32 by quantkit's runtime, whoever wrote
-it. Text in windows of 256 positions, BOS and 255 tokens, all after BOS scored. *KL* is the mean of KL(original ||
-quantized) over the whole vocabulary at the same positions, in nats x 1000; *same top token* the share of positions
-where both prefer the same. All tools were calibrated with the same token ids: 128 windows of 256, or as a model's
-heading says. The windows of the demo model are of its own text, those of babyllama-361 and stories260k of TinyStories,
-and those of the real models of the bundled general text; the real models are scored on WikiText-2.
+**How we measure.** quantkit's runtime reads every checkpoint from disk and computes in float32, whichever tool wrote
+it. The text is cut into windows of 256 positions: BOS and 255 tokens. All tokens after BOS are scored. *KL* is the
+mean of KL(original || quantized) over the whole vocabulary at the same positions, in nats x 1000. *Same top token* is
+the share of positions where the two models prefer the same token. All tools calibrate with the same token ids: 128
+windows of 256 tokens, unless the heading of a model gives other numbers. The demo model calibrates on its own text,
+babyllama-361 and stories260k on TinyStories, and the real models on the bundled general text. The real models are
+scored on WikiText-2.
 
-**Real models.** The weights of SmolLM2-135M-Instruct and Gemma 3 270M were decoded from GGUF files, so they lie on a
-grid already: SmolLM2's of 4 bits with zero points in groups of 32. No row here has that grid; noise was not added.
+**Real models.** The weights of SmolLM2-135M-Instruct and Gemma 3 270M were decoded from GGUF files, so their values
+already lie on a grid. SmolLM2's grid has 4 bits with zero points in groups of 32. No row on this page uses that grid.
+We added no noise to the weights.
 
-**What is real.** Two rows read the same text, so their difference is paired: Student's t over blocks of windows, 95 %.
-`+` better than the best peer of that column, `-` worse, `=` within noise. ± is half of a 95 % interval; for
-perplexity it is of the difference to the original. *Tasks*, in a table whose rows were asked any, is the mean accuracy
-over them, with the paired difference to the original in points.
+**What the signs mean.** All rows of a model read the same text, so we test paired differences: Student's t over blocks
+of windows, with 95 % intervals. `+`: better than the best peer of that column. `-`: worse. `=`: within noise. ± is
+half of a 95 % interval; for perplexity, it is the interval of the difference from the original. *Tasks* is the mean
+accuracy over the tasks, followed by the paired difference from the original in points. Tables without task results do
+not have this column.
 
-**What it cost.** CPU s and peak MB are those of the whole process that quantized, imports and reading included, with
-one thread (`OMP_NUM_THREADS=1`), ours and others' alike. ~ marks seconds that were taken while other processes used
-more than 5 % of the machine: a process that shares caches and memory takes more CPU seconds than alone, so they are an
-upper bound. What compression costs on a model of some size is said in [performance](performance.md) alone.
+**Cost.** *CPU s* and *peak MB* are those of the whole process that quantized, with imports and reading. Every tool
+used one thread (`OMP_NUM_THREADS=1`). ~ marks seconds that were measured while other processes used more than 5 % of
+the machine. A process that shares caches and memory needs more CPU seconds than one that runs alone, so these seconds
+are an upper bound. The page on [performance](performance.md) has the costs for layers of a larger model.
 
-**What is left out.** Of our methods those with `asymmetric_calibration` but without `true_sequential` stand on the demo
-model at 4 bits in groups of 32 alone. Of llm-compressor's and GPTQModel's methods those remain that search ranges, or
-go on from AWQ with GPTQ, and GPTQModel's default; what is plainer (rounding or GPTQ with ranges from the largest
-weights, AWQ alone) was ahead of the best of these in no row where both were measured, and is shown there.
+**Rows that are left out.** quantkit's methods with `asymmetric_calibration` but without `true_sequential` appear only
+for the demo model at 4 bits in groups of 32. Of llm-compressor and GPTQModel, this page has the methods that search
+ranges, those that apply GPTQ after AWQ, and GPTQModel's default. Simpler methods (rounding or GPTQ with ranges from
+the largest weights, AWQ alone) are not measured everywhere. Where they were measured, the tables show them, and none
+is ahead of the best of the other methods.
 
-**What is old.** A row of ours is kept with digests of its recipe and of the code that decides codes. † marks one whose
-recipe or code is another today: nobody has shown that today's code does the same. Which, is said below its tables.
+**Stale rows.** Each row of quantkit is kept with digests of its recipe and of the code that decides codes. † marks a
+row whose recipe or code has changed since. Nobody has shown that today's code gives the same result. For each model, a
+line that begins with † says what has changed.
 
-On the demo model perplexity can fall below the original's: its training counted answers eight times as much as the rest
-of a text, most of which cannot be predicted, and rounding takes some of that emphasis back. KL does not have this flaw.
+On the demo model, perplexity can fall below that of the original. Training counted answers eight times as much as the
+rest of a text, most of which cannot be predicted, and rounding removes some of that emphasis. KL does not have this
+flaw.
 """
 
 
@@ -91,12 +97,12 @@ def _methods() -> list[str]:
 
 def _model(model: Model, own: Rows, peers: Rows) -> str:
     original = own[ORIGINAL]
-    about = f"{original.windows} windows, {original.tokens} predicted tokens. Original: perplexity"
+    about = f"{original.windows} windows, {original.tokens} predicted tokens. The original has perplexity"
     groups = _groups(model, own, peers)
     tasks = _original_tasks(original) if any(_asked((*mine, *theirs)) for *_, mine, theirs in groups) else ""
     lines = [f"## {model.name}", "", f"{about} {_perplexity(original):.4f}{tasks}.", ""]
     ours = [row for _, _, mine, _ in groups for row in mine]
-    lines += ["### The best of each", "", *_summary(groups), "", _standing([groups])]
+    lines += ["### quantkit's best method and the best peer", "", *_summary(groups), "", _standing([groups])]
     lines += [*_behind(model, original, groups), "", _coverage(model, own, peers), "", *_stale_lines(ours)]
     for name, form, mine, theirs in groups:
         if mine or theirs:
@@ -113,7 +119,8 @@ def standing(results: Path = RESULTS) -> str:
         f"calibration data, on small models.\n{_standing(groups)}\n"
     )
     if any(map(changed, _bests(groups))):
-        text += f"Some of these figures are older than the code that they measure; the page marks them with {MARK}.\n"
+        text += "Some of these figures are older than the code that they measure. "
+        text += f"The page on accuracy marks them with {MARK}.\n"
     return f"{text}[Accuracy](accuracy.md) lists every row and what was not run."
 
 
@@ -149,7 +156,7 @@ def _bests(models: list[list[Group]]) -> list[Row]:
 
 
 def changed(row: Row) -> list[str]:
-    """What a row of ours rests on that is another today; nothing for a row that is as today's code makes it."""
+    """Return what has changed since a row of ours was measured: `the recipe`, or names of modules."""
     wanted = Wanted(
         numbers=row.numbers, method=row.method, symmetric=row.symmetric, samples=row.samples, length=row.length
     )
@@ -167,10 +174,14 @@ def _stale_lines(ours: list[Row]) -> list[str]:
     if not reasons:
         return []
     said = [
-        f"{reason} ({', '.join(f'{count} at commit {commit}' for commit, count in sorted(commits.items()))})"
+        f"{reason} ({', '.join(_count_rows(count, commit) for commit, count in sorted(commits.items()))})"
         for reason, commits in sorted(reasons.items())
     ]
-    return [f"{MARK} Taken before the last change of {'; of '.join(said)}.", ""]
+    return [f"{MARK} Measured before the last change of {'; of '.join(said)}.", ""]
+
+
+def _count_rows(count: int, commit: str) -> str:
+    return f"{count} {'row' if count == 1 else 'rows'} at commit {commit}"
 
 
 def _method(row: Row) -> str:
@@ -187,15 +198,16 @@ def _title(name: str, symmetric: bool) -> str:
     numbers = NUMBERS[name]
     place = f"in groups of {numbers.group}" if numbers.group else "per channel"
     if not numbers.is_integer:
-        return f"{name} {place}{', activations likewise' if numbers.activations else ''}"
-    inputs = ", inputs in 8 bits per token" if numbers.activations else ""
+        return f"{name} {place}{', activations too' if numbers.activations else ''}"
+    inputs = ", activations in 8 bits per token" if numbers.activations else ""
     return f"{numbers.bits} bits {place}{inputs}, {'symmetric' if symmetric else 'with zero points'}"
 
 
 def _summary(groups: list[Group]) -> list[str]:
     """Our best row by KL against the best peer in either column."""
     lines = [
-        "| | quantkit's best by KL | perplexity | best peer | | KL | best peer | |",
+        "| numbers | quantkit's best by KL | perplexity | best peer by perplexity | sign "
+        "| KL x 1000 | best peer by KL | sign |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, form, mine, theirs in groups:
@@ -223,12 +235,13 @@ def _standing(models: list[list[Group]]) -> str:
         return f"ahead in {signs.count(-1)}, level in {signs.count(0)} and behind in {signs.count(1)}"
 
     only = sum(bool(mine) and len(theirs) == 1 for groups in models for _, _, mine, theirs in groups)
+    settings = "1 setting" if len(both) == 1 else f"{len(both)} settings"
     text = (
-        f"We compared quantkit's best method with the best peer in {len(both)} settings.\n"
+        f"We compared quantkit's best method with the best peer in {settings}.\n"
         f"By KL, quantkit is {words(by_kl)}.\n"
         f"By perplexity, it is {words(by_ppl)}."
     )
-    return text + (f" In {only} of them, only one row of a peer was measured." if only else "")
+    return text + (f" In {only} of the settings, only one row of a peer was measured." if only else "")
 
 
 def _signs(mine: list[Row], theirs: list[Row]) -> tuple[int, int]:
@@ -251,13 +264,13 @@ def _behind(model: Model, original: Row, groups: list[Group]) -> list[str]:
 
 
 def _coverage(model: Model, own: Rows, peers: Rows) -> str:
-    """How much of what is declared was measured."""
+    """Say how many of the planned rows are measured."""
     declared = [row.key for row in wanted(model)]
     theirs = {(peer.tool, peer.method, numbers, form) for peer, numbers, form in peer_rows(model)}
     known = {(row.tool.split()[0], row.method, row.numbers, row.symmetric) for row in peers.values()}
-    ours = f"Of {len(declared)} declared rows of ours {sum(key in own for key in declared)} are measured"
-    counts = f"{ours}, of {len(theirs)} of other tools {len(theirs & known)}."
-    return " ".join([counts, *(f"No rows of {tool}: {why}." for tool, why in model.without.items())])
+    ours = f"{sum(key in own for key in declared)} of {len(declared)} planned rows of quantkit are measured"
+    counts = f"{ours}, and {len(theirs & known)} of {len(theirs)} planned rows of other tools."
+    return " ".join([counts, *(f"There are no rows of {tool}: {why}." for tool, why in model.without.items())])
 
 
 def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
@@ -265,7 +278,7 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
     by_kl = theirs[0] if theirs else None
     asked = _asked((*mine, *theirs))
     tasks = ["tasks"] if asked else []
-    head = ["tool", "method", "perplexity", "", "KL x 1000", "", "same top token", *tasks, "CPU s", "peak MB"]
+    head = ["tool", "method", "perplexity", "sign", "KL x 1000", "sign", "same top token", *tasks, "CPU s", "peak MB"]
     lines = [table_line(head), table_line(["---"] * len(head))]
     for row in sorted([*mine, *theirs], key=_kl):
         loss, kl = difference(row.nll, original.nll), interval(row.kl)
@@ -292,7 +305,7 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
 
 
 def _cost(row: Row) -> list[str]:
-    """CPU seconds and peak; none of rows from before these were those of whole processes."""
+    """Return CPU seconds and peak memory; empty for old rows, whose figures are not of whole processes."""
     known = row.taken is not None and row.taken.machine
     mark = "" if row.others is not None and row.others <= BUSY else "~"
     seconds = f"{mark}{row.cpu_s:.0f}" if known and row.cpu_s else ""
@@ -300,7 +313,7 @@ def _cost(row: Row) -> list[str]:
 
 
 def _where(results: Path) -> list[str]:
-    """Where and when the rows were taken, by commit and machine."""
+    """Return the table of dates, machines, versions and commits of the rows."""
     runs: dict[tuple[str, str, str], Counter[str]] = {}
     for model in MODELS:
         for file in (f"{model.name}.json", f"{PEERS}-{model.name}.json"):
@@ -309,7 +322,12 @@ def _where(results: Path) -> list[str]:
                     versions = ", ".join(f"{name} {value}" for name, value in row.taken.versions.items())
                     key = (row.taken.date, row.taken.machine or "not kept", versions or "not kept")
                     runs.setdefault(key, Counter())[row.taken.commit] += 1
-    lines = ["## Where and when", "", "| date | machine | versions | rows by commit |", "|---|---|---|---|"]
+    lines = [
+        "## Machines, dates and commits",
+        "",
+        "| date | machine | versions | rows by commit |",
+        "|---|---|---|---|",
+    ]
     for key, commits in sorted(runs.items()):
         lines.append(table_line([*key, ", ".join(f"{commit}: {count}" for commit, count in sorted(commits.items()))]))
     return [*lines, ""]
@@ -325,7 +343,7 @@ def _kl(row: Row) -> float:
 
 def _label(row: Row, measured: list[Row]) -> str:
     """Of the best of those that were measured."""
-    rank = "the only one" if len(measured) == 1 else f"best of {len(measured)}"
+    rank = "the only row" if len(measured) == 1 else f"best of {len(measured)} rows"
     return f"({row.tool.split()[0]}, {row.method}; {rank})"
 
 
@@ -358,7 +376,7 @@ def _original_tasks(original: Row) -> str:
     if not original.tasks:
         return ""
     mean = sum(map(_accuracy, original.tasks.values())) / len(original.tasks)
-    return f", {len(original.tasks)} tasks {100 * mean:.2f} %"
+    return f", {len(original.tasks)} tasks with mean accuracy {100 * mean:.2f} %"
 
 
 def _accuracy(answers: Answers) -> float:

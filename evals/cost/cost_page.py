@@ -1,4 +1,4 @@
-"""The tables of costs in docs/performance.md, and README's sentence on them, from a file of results per machine."""
+"""The tables of costs in docs/performance.md and README's sentence about them, from a file of results per machine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ LINEARS = ((2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (
 SETS = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))  # outputs, inputs
 NUM_LAYERS = 2
 NOTHING = (
-    "No cost has been measured on today's machine and code: `evals/cost/measure_cost.py` makes these figures, with\n"
-    "llm-compressor, GPTQModel and auto-round beside ours."
+    "No cost has been measured yet. `evals/cost/measure_cost.py` measures quantkit, llm-compressor, GPTQModel and\n"
+    "auto-round."
 )
 HEAD = """\
-Whole processes, one after another, imports, reading and writing included: {model}, random
-weights in bfloat16, 4 bits in groups of 128, the same token ids for all ({length} a sequence). A table per machine: one
-that multiplies faster leaves more of the time to all else, and ratios change with it. *To the best peer* is ours by
-that of the peer with the least CPU seconds, in wall time, CPU seconds and memory; *least* and *goal* are what the
-first two should be at most, *peak* what the third should be; for a search, of what it took before all candidates
-shared a pass.
+Each figure covers a whole process, with imports, reading and writing. The processes run one after another. Unless a
+row says otherwise, the model is {model}, with random weights in bfloat16. All tools quantize it to 4 bits in groups of
+128 with the same token ids ({length} in each sequence). Each machine has its own table, because the ratios depend on
+how fast a machine multiplies matrices.
+
+- *ours / best peer*: quantkit's figure divided by that of the best peer, for wall time, CPU seconds and peak memory.
+  The best peer is the one with the least CPU seconds. For a search, it is quantkit before all candidates shared a
+  pass.
+- *limit* and *goal*: upper bounds that we set for the first two ratios. *peak* is the bound for the third.
 """
 MODEL = "two layers of TinyLlama-1.1B's shape (one for AutoRound)"
 
@@ -54,7 +57,7 @@ def _section(entries: dict[str, Entry]) -> list[str]:
     lines = [
         f"**{machine}**; large products: {said}" if said else f"**{machine}**",
         "",
-        "| work | tool | wall s | CPU s | peak MB | to the best peer | least | goal |",
+        "| work | tool | wall s | CPU s | peak MB | ours / best peer: wall / CPU / peak | limit | goal |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for work in WORKS:
@@ -127,12 +130,15 @@ def _notes(entries: dict[str, Entry]) -> list[str]:
     """What the marks mean, where there are any."""
     works = {work.name: work for work in WORKS}
     lines = []
-    stale = {entry["work"]: change for entry in entries.values() if (change := changed(entry, works[entry["work"]]))}
+    stale: dict[str, list[str]] = {}
+    for entry in entries.values():
+        if change := changed(entry, works[entry["work"]]):
+            stale.setdefault(change[0], []).append(f"`{entry['work']}`")
     if stale:
-        said = ", ".join(f"`{name}` of {change[0]}" for name, change in stale.items())
-        lines.append(f"{MARK} Taken before the last change: {said}.")
+        said = "; of ".join(f"{module} ({', '.join(names)})" for module, names in stale.items())
+        lines.append(f"{MARK} Measured before the last change of {said}.")
     if any(map(is_busy, entries.values())):
-        lines.append("‡ Other processes ran meanwhile: these seconds are too many.")
+        lines.append("‡ Other processes ran at the same time, so these times are too long.")
     return ["", *lines] if lines else []
 
 
@@ -164,9 +170,10 @@ def _arithmetic(entries: dict[str, Entry]) -> list[str]:
         return []
     return [
         "",
-        "*Of the matrix rate* is the time that large products of as many operations take there by the time in layers.",
+        "*TFLOP needed*: the operations that the method cannot avoid. *Share of matrix rate*: the time that this",
+        "machine takes for the same number of operations in large products, divided by the time in layers.",
         "",
-        "| work | TFLOP done | needed | done / needed | s in layers | of the matrix rate |",
+        "| work | TFLOP done | TFLOP needed | done / needed | s in layers | share of matrix rate |",
         "|---|---|---|---|---|---|",
         *(table_line(_counted(work, entry)) for work, entry in counted),
     ]
@@ -184,5 +191,5 @@ def _counted(work: Work, entry: Entry) -> list[str]:
 def _where(entries: dict[str, Entry]) -> list[str]:
     """Where and when."""
     stamps = [entry["taken"] for entry in entries.values()]
-    taken = sorted({f"{each['date']} at {each['commit']}" for each in stamps})
-    return ["", f"Taken {'; '.join(taken)}.", ""]
+    taken = sorted({f"{each['date']} at commit {each['commit']}" for each in stamps})
+    return ["", f"Measured on {'; on '.join(taken)}.", ""]

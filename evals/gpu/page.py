@@ -45,9 +45,9 @@ RIVALS = {
 LABELS = ("program", "family", "case", "test", "model", "recipe", "stage", "kind", "weights", "kv", "shape", "m")
 NOT_YET = "not yet run on a GPU"
 NOTHING = (
-    "No figure here comes from a GPU: the kernels for CUDA devices are compiled ahead of time and held to their\n"
-    "references in Triton's interpreter, and no run on a GPU has been recorded yet. `evals/gpu/run.sh` makes the\n"
-    "figures, and this section out of them ([evals/gpu/README.md](../evals/gpu/README.md))."
+    "No figure here comes from a GPU, because no run on a GPU has been recorded yet. The kernels for CUDA devices are\n"
+    "compiled ahead of time and compared with their references in Triton's interpreter. `evals/gpu/run.sh` measures\n"
+    "the figures and generates this section ([evals/gpu/README.md](../evals/gpu/README.md))."
 )
 PREDICTIONS = Path(__file__).with_name("predictions.json")
 # The figure of a row that a prediction is about, most telling first.
@@ -139,22 +139,22 @@ def bench_lines(run: Run) -> Iterator[str]:
         best = best_peer(run, row) if row["kind"].startswith("quantkit") else None
         row["peer"] = None if best is None else best / row["us"]
     times = {"us": "µs", "p10": "p10", "p90": "p90", "predicted_us": "predicted"}
-    shares = {"share_of_copy": "of copy", "share_of_gemm": "of GEMM"}
-    ratios = {"speedup": "to bf16", "peer": "to best peer"}
+    shares = {"share_of_copy": "share of copy rate", "share_of_gemm": "share of GEMM rate"}
+    ratios = {"speedup": "speedup over bf16", "peer": "speedup over best peer"}
     yield from _table("Linears", linears, {"shape": "shape", "m": "M", "kind": "", **times, **ratios, **shares})
     case = {"batch": "batch", "context": "context", "new": "new", "kind": ""}
-    own = {"speedup_to_own_bf16": "to own bf16"}
+    own = {"speedup_to_own_bf16": "speedup over own bf16"}
     yield from _table("Paged decode attention", run.rows("attention"), {**case, **times, **own, **shares})
     yield from _table("Paged attention of chunks", run.rows("prefill"), {**case, **times, **own, **shares})
     model = {"weights": "weights", "kv": "KV", "batch": "batch", "context": "context"}
     steps = {"eager_ms": "eager ms", "predicted_eager_ms": "predicted", "graph_ms": "graph ms"}
-    steps |= {"predicted_graph_ms": "predicted", "tokens_per_s": "tokens/s", "share_of_copy": "of copy"}
-    steps |= {"predicted_launches_per_layer": "launches per layer"}
+    steps |= {"predicted_graph_ms": "predicted", "tokens_per_s": "tokens/s", "share_of_copy": "share of copy rate"}
+    steps |= {"predicted_launches_per_layer": "predicted launches per layer"}
     yield from _table("Decode steps, 8B shape", run.rows("end_to_end", part="step"), {**model, **steps})
     engine = {"way": "how", "step_ms": "step ms", "gpu_ms": "GPU ms", "host_share": "host"}
-    yield from _table("The engine", run.rows("end_to_end", part="engine"), {**model, **engine})
+    yield from _table("Decode steps in the engine", run.rows("end_to_end", part="engine"), {**model, **engine})
     first = {"ttft_ms": "ms", "prompt_tokens_per_s": "prompt tokens/s"}
-    yield from _table("First token", run.rows("end_to_end", part="first token"), {**model, **first})
+    yield from _table("Time to first token", run.rows("end_to_end", part="first token"), {**model, **first})
     yield from _table(
         "transformers",
         run.rows("peer"),
@@ -164,7 +164,7 @@ def bench_lines(run: Run) -> Iterator[str]:
     gptq |= {"predicted_layer_seconds": "predicted"}
     yield from _table("Quantization", run.rows("quantization"), {**gptq, "model_minutes": "min, 32 layers"})
     text = {"way": "how", "prompts": "texts", "same": "same", "ties": "ties", "judged": "judged"}
-    yield from _table("Greedy text, GPU and CPU", run.rows("greedy"), {"weights": "", "kv": "KV", **text})
+    yield from _table("Greedy text: GPU compared with CPU", run.rows("greedy"), {"weights": "", "kv": "KV", **text})
     columns = {"kind": "", "errors": "errors", "tests_passed": "tests"}
     yield from _table("compute-sanitizer", run.rows("sanitizer"), columns)
 
@@ -192,16 +192,16 @@ def run_lines(name: str, run: Run) -> Iterator[str]:
     versions = ", ".join(f"{name} {meta.get(name)}" for name in ("torch", "triton", "cuda", "python"))
     yield f"{versions}; {ceilings}, measured in the same run by `evals/gpu/run.sh`. Figures: `evals/results/{name}/`."
     yield ""
-    for part, what in (("smoke", "kernels, each run once,"), ("tests", "tests")):
+    for part, what in (("smoke", "kernels, each run once:"), ("tests", "tests:")):
         if rows := run.parts.get(part, {}).get("rows"):
             wrong = sum("error" in row for row in rows)
-            yield f"{len(rows)} {what} of which {wrong} {'is' if wrong == 1 else 'are'} wrong."
+            yield f"{len(rows)} {what} {wrong} failed."
             yield ""
     yield from bench_lines(run)
     missing = list(_left_out(run))
     if missing:
         yield ""
-        yield "Not there, or failed:"
+        yield "These rows are missing or failed:"
         yield ""
         yield from missing
 
@@ -209,7 +209,7 @@ def run_lines(name: str, run: Run) -> Iterator[str]:
 def predicted() -> Iterator[str]:
     """What a first run should show, and what that assumes."""
     said = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
-    yield f"Predicted for an {said['device']}, as rooflines ([predictions.json](../evals/gpu/predictions.json)):"
+    yield f"Rooflines predict these figures for an {said['device']} ([data](../evals/gpu/predictions.json)). We assume:"
     yield ""
     yield from (f"- {line}" for line in said["assumptions"])
     rows = []
@@ -226,17 +226,19 @@ def predicted() -> Iterator[str]:
             }
         )
     yield from _table(
-        "Before the first run", rows, {"file": "", "what": "", "predicted": "predicted", "measured": "measured"}
+        "Predictions before the first run",
+        rows,
+        {"file": "part", "what": "case", "predicted": "predicted", "measured": "measured"},
     )
 
 
 def standing(folders: list[Path]) -> str:
-    """One sentence for pages that name the kernels: whether they have run on a GPU."""
+    """Return one sentence for pages that name the kernels: whether they have run on a GPU."""
     named = {run.meta(part).get("device") for run in map(read_run, folders) for part in run.parts}
     devices = sorted(filter(None, named))
     if not devices:
-        return f"They have {NOT_YET}; once they have, the figures stand in [performance](performance.md#on-a-gpu)."
-    return f"They have run on {' and '.join(devices)}: [performance](performance.md#on-a-gpu)."
+        return f"These kernels have {NOT_YET}. [Performance](performance.md#on-a-gpu) will show the first figures."
+    return f"These kernels have run on {' and '.join(devices)}: [performance](performance.md#on-a-gpu)."
 
 
 def section(folders: list[Path]) -> str:

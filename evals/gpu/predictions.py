@@ -33,13 +33,14 @@ NODE_US = 1.3
 HOST_US = 6.0
 ASSUMPTIONS = (
     "H100 SXM: a copy moves 3.0 TB/s, counting reads and writes, and a large bf16 product reaches 798 TFLOP/s; both "
-    "were seen on such a machine",
-    "float32 products reach 50 of the 67 TFLOP/s on paper",
-    "a node of a CUDA graph costs 1.3 µs beside its work, a launch from Python through torch or Triton 6 µs",
+    "were observed on such a machine",
+    "float32 products reach 50 of the 67 TFLOP/s of the data sheet",
+    "a node of a CUDA graph costs 1.3 µs besides its work; a launch from Python through torch or Triton costs 6 µs",
     "transformers launches 30 kernels per layer, at 20 µs of Python each",
     "GPTQ runs each layer ten times (two models, four groups of linears and the output), sums two float32 Gram "
     "matrices per group, and launches 6 kernels per column",
-    "stages of the main job: starting, reading and writing files; the arithmetic is under a second",
+    "a stage of the main job spends its time on starting and on reading and writing files; its arithmetic takes under "
+    "a second",
 )
 # Seconds of a stage by model; see the last assumption.
 STAGES = {"demo": {"quantize": 3, "text": 3, "verify": 3}, "8B, 2 layers": {"quantize": 8, "text": 6, "verify": 6}}

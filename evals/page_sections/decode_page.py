@@ -1,4 +1,4 @@
-"""What a decode step takes as one native call and layer by layer, for docs/runtime.md; for evals/pages.py.
+"""The time of a decode step as one native call and layer by layer, for docs/runtime.md; for evals/pages.py.
 
 Standard library only.
 """
@@ -23,8 +23,9 @@ HEAD = (
     "clock",
     "layer by layer",
     "one call",
-    "times as fast",
-    "outside kernels",
+    "speedup",
+    "time outside kernels: layer by layer",
+    "one call",
 )
 
 
@@ -34,12 +35,18 @@ def table() -> str:
     lines = [table_line(HEAD), "|---" * len(HEAD) + "|"]
     lines += [_line(result, row) for result in known for row in result["rows"]]
     commits = sorted({each["taken"]["commit"] for each in known})
-    return "\n".join([*lines, "", f"Medians of both in turns, 2 cores. Commits {', '.join(commits)}."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Both ways were measured in turns, on 2 cores. The table shows medians. Commits {', '.join(commits)}.",
+        ]
+    )
 
 
 def _line(result: dict[str, Any], row: dict[str, Any]) -> str:
     _, chip, instructions, _ = result["taken"]["machine"].split(", ")
     before, now = row["layers_ms"], row["program_ms"]
-    outside = f"{100 * row['layers_outside']:.0f} % before, {100 * row['program_outside']:.1f} % now"
-    times = (f"{before:.2f} ms", f"{now:.2f} ms", f"{before / now:.2f}", outside)
+    outside = (f"{100 * row['layers_outside']:.0f} %", f"{100 * row['program_outside']:.1f} %")
+    times = (f"{before:.2f} ms", f"{now:.2f} ms", f"{before / now:.2f}", *outside)
     return table_line((f"{chip}, {instructions}", result["model"], row["threads"], row["batch"], row["clock"], *times))

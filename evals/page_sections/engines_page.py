@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import provenance
 
-from quantkit.compress.recipe import load, shipped
+from quantkit.compress.recipe import Recipe, load, shipped
 from quantkit.compress.recipe.load import settled
 from quantkit.engine_rules import StoredLinear, StoredModel, find_engine, judge
 from quantkit.engine_rules.data_sheets import CAPABILITIES
 
 RESULTS, OTHERS = (Path(__file__).resolve().parents[1] / "results" / name for name in ("vllm", "cpu_engines"))
 NAMES = {"gemma3_text": "gemma3"}
+EXPERTS = ("mixtral", "qwen3_moe")  # models whose layers have experts
 _QUOTED = 100  # characters of what an engine says
 ENGINES = ("vllm", "vllm:cpu", "sglang", "transformers", "tensorrt-llm", "llama.cpp")
 SERVED = (
@@ -45,24 +46,24 @@ def rules() -> str:
     head = ["", *(f"{engine.title} {engine.release}{device and f', {device}'}" for engine, device in known)]
     rows = []
     for title, name, changes in SERVED:
-        recipe = load(name, changes)
-        if recipe.source.get("weights", {}).get("symmetric") == "auto":
-            recipe = settled(recipe, symmetric=False)
-        linear = StoredLinear(scheme=recipe.scheme.default, shape=(4096, 4096))
-        model = StoredModel(format=recipe.format, linears=(linear,), hidden_size=4096)
+        model = _stored(load(name, changes))
         rows.append([title, *(_on_gpus(engine, model) for engine in ENGINES)])
     return _markdown(head, rows)
 
 
 def _on_gpus(engine: str, model: StoredModel) -> str:
-    """How an engine takes it on compute capabilities from 8.0 on: `fast`, or `fast; from 10.0 on wrong`."""
+    """Return how an engine reads a model from compute capability 8.0 on: `fast`, or `fast; from 10.0 on: wrong`."""
     answers = [(device, judge(engine, model, device).reads) for device in CAPABILITIES[1:]]
     runs = [list(run) for _, run in itertools.groupby(answers, key=lambda pair: pair[1])]
     spans = []
     for run in runs:
         first, last = (f"{run[end][0] / 10:.1f}" for end in (0, -1))
         span = (
-            f"from {first} on " if run[-1] == answers[-1] else f"{first} " if first == last else f"{first} to {last} "
+            f"from {first} on: "
+            if run[-1] == answers[-1]
+            else f"{first}: "
+            if first == last
+            else f"{first} to {last}: "
         )
         spans.append(f"{'' if len(runs) == 1 else span}{run[0][1]}")
     return "; ".join(spans)
@@ -73,15 +74,15 @@ def vllm() -> str:
     rows, breaches = (newest(kind) for kind in ("rows", "breaches"))
     made = rows["made"]
     noticed = sum(row["verdict"] == "noticed" for row in breaches["rows"])
-    versions = f"vLLM {made['vllm']}, torch {made['torch']}, compared with {made['reference']}."
-    found = f"Of {len(breaches['rows'])} faults planted in checkpoints of the demo model {noticed} were noticed: "
+    versions = f"Versions: vLLM {made['vllm']} and torch {made['torch']}, compared with {made['reference']}."
+    found = f"We planted {len(breaches['rows'])} faults in checkpoints of the demo model, and {noticed} were noticed: "
     names = "; ".join(row["breach"] for row in breaches["rows"])
     return f"{versions}\n\n{_table(rows['rows'])}\n\n{_refusals(rows['rows'])}\n\n{found}{names}."
 
 
 def verified() -> str:
     """What `verify` and `eval` say by vLLM and by our engine: answers item by item, where the KL lies, gates."""
-    head = ["", "items", "answered otherwise", "KL by our engine", "by vLLM", "by vLLM, with noise", "gates"]
+    head = ["", "items", "answered differently", "KL by our engine", "KL by vLLM", "KL by vLLM, with noise", "gates"]
     return _markdown(head, [_compared(row) for row in newest("verify")])
 
 
@@ -94,8 +95,8 @@ def _compared(row: dict[str, Any]) -> list[str]:
     if "gates" not in row:
         return [*cells, "", "", "", ""]
     spans = [" to ".join(f"{end:.6f}" for end in row[name]) for name in ("ends", "in an arithmetic as close")]
-    alike = "the same" if row["gates alike"] else "others"
-    gates = f"{alike}, {sum(row['gates'].values())} of {len(row['gates'])} hold"
+    alike = "equal" if row["gates alike"] else "different"
+    gates = f"{alike} verdicts, {sum(row['gates'].values())} of {len(row['gates'])} pass"
     return [*cells, f"{row['ours']:.6f}", *spans, gates]
 
 
@@ -128,17 +129,17 @@ def _code(recipe: str) -> str:
 
 
 def _refusals(rows: list[dict[str, Any]]) -> str:
-    """Why it refuses, as our rules say beforehand; what it says itself is in the rows."""
+    """Say why vLLM refuses, by our rules; the rows hold what vLLM itself says."""
     said: dict[str, dict[str, None]] = {}
     for row in rows:
         if row["verdict"] == "refused by vLLM":
-            said.setdefault(row["ours"].partition(": ")[2], {})[f"`{row['case']}`"] = None
+            said.setdefault(_reason("vllm:cpu", row), {})[f"`{row['case']}`"] = None
     return "\n".join(f"- {', '.join(cases)}: {reason}" for reason, cases in said.items())
 
 
 def others() -> str:
     """What other CPU engines did with exports of the demo model."""
-    results = [json.loads(file.read_text()) for file in sorted(OTHERS.glob("*.json"))]
+    results = [{"name": file.stem, **json.loads(file.read_text())} for file in sorted(OTHERS.glob("*.json"))]
     cases = list(dict.fromkeys(row["case"] for result in results for row in result["rows"]))
     known = [{row["case"]: row for row in result["rows"]} for result in results]
     head = ["", *(result["made"]["engine"] for result in results)]
@@ -147,16 +148,31 @@ def others() -> str:
 
 
 def _others_refusals(results: list[dict[str, Any]]) -> Iterator[str]:
-    """What does not agree: what the engine said, and the reason that our rules give beforehand."""
+    """Yield each failure with the reason that our rules give and the message of the engine."""
     for result in results:
         said: dict[tuple[str, str], list[str]] = {}
         for row in result["rows"]:
             if row["verdict"] != "agrees":
-                key = row["ours"].partition(": ")[2], row.get("reason", "")
+                key = _reason(result["name"], row), row.get("reason", "")
                 said.setdefault(key, []).append(f"`{row['case']}`")
         for (rule, words), cases in said.items():
-            quoted = f'; it said "{textwrap.shorten(words, _QUOTED, placeholder="...")}"' if words else ""
-            yield f"- {result['made']['engine'].split()[0]}, {', '.join(cases)}: by our rule {rule}{quoted}"
+            quoted = f' Its message: "{textwrap.shorten(words, _QUOTED, placeholder="...")}"' if words else ""
+            yield f"- {result['made']['engine'].split()[0]}, {', '.join(cases)}. Our rule: {rule}.{quoted}"
+
+
+def _reason(engine: str, row: dict[str, Any]) -> str:
+    """Return what our rules say today of a case that an engine did not compute correctly."""
+    name, _, export = row["case"].partition(" as ")
+    kinds = (False, True) if row.get("model") in EXPERTS else (False,)
+    return judge(engine, _stored(load(name), export, kinds)).reason
+
+
+def _stored(recipe: Recipe, export: str = "", kinds: tuple[bool, ...] = (False,)) -> StoredModel:
+    """Return what a recipe stores of a model with sizes that suit all kernels; a linear per kind, True = of experts."""
+    if recipe.source.get("weights", {}).get("symmetric") == "auto":
+        recipe = settled(recipe, symmetric=any(kinds))  # as planning settles `auto` for these rows
+    linears = tuple(StoredLinear(scheme=recipe.scheme.default, shape=(4096, 4096), expert=kind) for kind in kinds)
+    return StoredModel(format=export or recipe.format, linears=linears, hidden_size=4096)
 
 
 def _seen(row: dict[str, Any] | None) -> str:

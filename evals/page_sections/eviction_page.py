@@ -1,4 +1,4 @@
-"""What eviction costs, for docs/runtime.md: the table of evals/results/eviction; for evals/pages.py.
+"""The cost of eviction, for docs/runtime.md: the table of evals/results/eviction; for evals/pages.py.
 
 Standard library only.
 """
@@ -57,12 +57,12 @@ def table() -> str:
             cells.append(" · ".join(_figure(own.get(share)) for share in shares))
         lines.append(f"| {who} | " + " | ".join(cells) + " |")
     cases = " to ".join(map(str, sorted({row["cases"] for row in known})))
-    origin = f"{cases} cases each. Ours: {_origin('ours')}. Presses: {_origin('presses')}."
+    origin = f"Each figure covers {cases} cases. quantkit: {_origin('ours')}. Presses: {_origin('presses')}."
     return "\n".join([*lines, "", origin, "", _users(), ""])
 
 
 def _origin(name: str) -> str:
-    """Commits of a file's rows, and when and with what they were taken."""
+    """Return the commits of a file's rows, its date and the versions of the packages."""
     about = _read(name)["about"]
     commits = ", ".join(sorted({row["commit"] for row in known_rows(RESULTS / f"{name}.json")}))
     versions = (f"{which} {version}" for which, version in about["versions"].items())
@@ -75,10 +75,11 @@ def _users() -> str:
     full, evicting = (kept["measured"][name] for name in ("full", "budget"))
     about = kept["about"]
     return (
-        f"Users: in a pool of {kept['pool']}, prompts of {kept['prompt']} tokens and {kept['new']} new ones, "
-        f"{evicting['in_flight']:.1f} requests in flight with a budget of {kept['budget']} and {full['in_flight']:.1f} "
-        f"without, {kept['measured_ratio']:.2f} times as many (planned: {kept['planned_ratio']:.2f}); "
-        f"{evicting['tokens_per_s']:,.0f} and {full['tokens_per_s']:,.0f} tokens per second. "
+        f"Requests at the same time, in a cache pool of {kept['pool']}, with prompts of {kept['prompt']} tokens and "
+        f"{kept['new']} generated tokens: {evicting['in_flight']:.1f} with a budget of {kept['budget']}, and "
+        f"{full['in_flight']:.1f} without a budget. The measured ratio is {kept['measured_ratio']:.2f}; the plan "
+        f"predicted {kept['planned_ratio']:.2f}. Throughput was {evicting['tokens_per_s']:,.0f} tokens per second with "
+        f"the budget and {full['tokens_per_s']:,.0f} without it. "
         f"Commit {about['commit']}, {about['date']}, {about['machine']}."
     )
 

@@ -55,7 +55,7 @@ def _of_search(result: dict[str, Any]) -> str:
 
 def _of(result: dict[str, Any]) -> str:
     lines = [
-        "| File | by | MB | KL | 99 % below | perplexity | same likeliest token |",
+        "| File | made by | MB | KL | KL, 99th percentile | perplexity / original's | same top token |",
         "|---|---|---|---|---|---|---|",
     ]
     commits, versions = set(), set()
@@ -70,7 +70,7 @@ def _of(result: dict[str, Any]) -> str:
         else:
             versions |= {f"{name} {version}" for name, version in stamp.versions.items()}
         cells = [f"{row['bytes'] / 1e6:.1f}", f"{row['kl']:.3f} ± {row['kl_error']:.3f}{mark}", f"{row['kl_99']:.2f}"]
-        cells += [f"x {row['perplexity_ratio']:.3f}", f"{row['same_top_percent']:.1f} %"]
+        cells += [f"{row['perplexity_ratio']:.3f}", f"{row['same_top_percent']:.1f} %"]
         lines.append(f"| `{row['name']}` | {row['by']} | " + " | ".join(cells) + " |")
     lines += ["", f"{result['model']}: {result['about']}; {result['tokens']:,} tokens. Files of llama-quantize have"]
     lines[-1] += f" llama.cpp's own imatrix ({', '.join(sorted(versions))})."

@@ -19,9 +19,9 @@ VERDICTS = {
     "right": "At least one recipe writes a correct checkpoint; the columns give the verdict of each recipe.",
     "quantkit only": "quantkit warns that transformers does not load the checkpoint, and runs it correctly itself.",
     "refused": "quantkit refuses every recipe in the default format; the message gives the reason.",
-    "wrong": "A checkpoint does not load, or computes other values than it should.",
-    "crash": "An error that quantkit did not mean to raise.",
-    "not built": "The default configuration of these classes, made small, gives no model that transformers reads back.",
+    "wrong": "A checkpoint does not load, or computes wrong values.",
+    "crash": "quantkit stops with an error that it does not handle.",
+    "not built": "transformers cannot build these classes from their shrunk default configuration and read them back.",
 }
 BUILT = [name for name in VERDICTS if name != "not built"]
 HEAD = """\
@@ -29,30 +29,30 @@ HEAD = """\
 
 {counts}
 
-This page is generated from `{source}`; each verdict comes from a run:
+This page is generated from `{source}`. Each verdict comes from a run:
 
-    python evals/checks/every_model.py           # the rows that are not there yet; --again for all
-    python evals/checks/every_model.py --page    # this page and README's sentence from the rows
+    python evals/checks/every_model.py           # measure the missing rows; with --again, all rows
+    python evals/checks/every_model.py --page    # generate this page and README's sentence from the rows
 
-Every class that transformers lists for causal language modelling or for image-text-to-text is built from its own
-default configuration, with sizes shrunk by the names of their entries (`evals/checks/tiny_models.py`), with random
-weights, and written by transformers. Some settings that change the tensors of a class have rows of their own, after a
-colon. A class is *decoder-only* if it needs only token ids, is not configured as encoder and decoder, and gives a
-position the same logits whatever comes after it. Other classes are listed last. A type in both lists counts among
-image-text models. A recipe's verdict is *right* if its checkpoint
+The check builds every class that transformers lists for causal language modelling or for image-text-to-text. It takes
+the default configuration of the class and shrinks the sizes in it (`evals/checks/tiny_models.py`). The weights are
+random, and transformers writes the model. Some settings change the tensors of a class; they have rows of their own,
+with the setting after a colon. A class is *decoder-only* if it needs only token ids, is not configured as encoder and
+decoder, and gives a position the same logits whatever tokens follow. Other classes are listed last. A type in both
+lists counts as an image-text model. A recipe's verdict is *right* if the checkpoint passes all of these checks:
 
-- holds matrices that differ from the source's by no more than rounding, where the recipe only rounds;
-- loads in transformers without missing, unexpected or mismatched tensors;
-- has, in float32, the logits of the source model in which each quantized matrix is replaced by what the codes decode to
-  (found by its values, not by its name) and nothing else differs, but for what SmoothQuant moves; where activations are
-  rounded too, the median correlation of logits over positions is above {noisy};
-- keeps, at 8 bits, a correlation above {kept} with the source model itself;
-- gives in quantkit the tokens and log-probabilities that transformers computes, with its cache or without one.
+- If the recipe only rounds, its matrices differ from those of the source by no more than rounding.
+- transformers loads it without missing, unexpected or mismatched tensors.
+- In float32, it has the logits of the source model with dequantized matrices in the place of the quantized ones. The
+  check matches matrices by their values, not by their names. Nothing else may differ, except what SmoothQuant moves.
+  If activations are rounded too, the median correlation of logits over positions must be above {noisy}.
+- At 8 bits, its logits have a correlation above {kept} with those of the source model itself.
+- quantkit gives the tokens and log-probabilities that transformers computes, with its cache or without one.
 
-A verdict is *quantkit only* if the run warned that transformers does not load the checkpoint, and the last point holds.
-If 128 does not divide a width, groups are smaller; a line below the table says so if they are below 32. The source
-model must also give transformers' own tokens in quantkit. *Native*: quantkit's engine computes the model; other models
-run through transformers. *Share*: the share of the matrices in decoder layers that `rtn-int4` quantizes.
+A verdict is *quantkit only* if the run warned that transformers does not load the checkpoint, and the last check
+passes. The source model must also give transformers' own tokens in quantkit. If 128 does not divide a width, groups
+are smaller; a line below the table says so if they are below 32. *Native*: quantkit's engine computes the model; other
+models run through transformers. *Share*: the share of the matrices in decoder layers that `rtn-int4` quantizes.
 """
 
 
@@ -119,7 +119,7 @@ def render(file: Path) -> str:
             if group:
                 parts.append(f"## {kind.capitalize()}: {len(group)} {title}\n\n{meaning}\n\n{_table(group, kind)}\n")
     others = {name: row for name, row in rows.items() if verdict(row) == "no decoder"}
-    parts.append(f"## No decoders: {len(others)}\n\n{_reasons(others, 'decoder')}\n")
+    parts.append(f"## Not decoder-only: {len(others)}\n\n{_reasons(others, 'decoder')}\n")
     return "\n".join(parts)
 
 
@@ -131,7 +131,7 @@ def _summary(rows: Mapping[str, Any], version: str) -> str:
         also = f" ({variants} of them variants)" if variants else ""
         always = sum(_is_always_right(row) for row in rows.values() if row["task"] == task)
         sentences.append(
-            f"transformers {version} has {total(counts)} decoder-only {title}{also}: {said(counts)}.\n"
+            f"transformers {version} has {total(counts)} decoder-only {title}{also}. Verdicts: {said(counts)}.\n"
             f"{always} of them are right with every recipe."
         )
     native = sum(row.get("source", {}).get("native", False) for row in rows.values())
@@ -172,7 +172,7 @@ def _reasons(group: Mapping[str, Any], entry: str) -> str:
 
 def _whys(row: Mapping[str, Any]) -> list[str]:
     source = row.get("source", {})
-    said = [row.get("crashed"), f"the source: {source['why']}" if "why" in source else None]
+    said = [row.get("crashed"), f"source model: {source['why']}" if "why" in source else None]
     sizes = [entry.get("set", {}).get("weights.group_size") for entry in row["recipes"].values()]
     said += [f"in groups of {size}, which divide every width" for size in sizes if size]
     return [why for why in (*said, *(entry.get("why") for entry in row["recipes"].values())) if why]

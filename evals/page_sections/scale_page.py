@@ -45,7 +45,10 @@ def bytes_table() -> str:
             f"| `{recipe}` | " + " | ".join(_cell(rows.get(f"{name} {recipe}"), recipe) for name in models) + " |"
         )
     stale = "\n".join(lines).count(MARK)
-    lines += ["", f"{MARK} Before the last change of what decides bytes: {stale} of {len(rows)} cells."] * bool(stale)
+    lines += [
+        "",
+        f"{MARK} Measured before the last change of the code that decides the bytes: {stale} of {len(rows)} cells.",
+    ] * bool(stale)
     return "\n".join([*lines, "", _killed(rows)])
 
 
@@ -57,8 +60,8 @@ def _killed(rows: dict[str, Row]) -> str:
     ended = [seconds for ranks, seconds in jobs if not ranks.startswith("1 ")]
     commits = ", ".join(sorted({row["commit"] for row in rows.values()}))
     return (
-        f"{len(jobs)} jobs of {len(killed)} of the {len(recipes)} recipes were killed. Of {len(ended)} with two "
-        f"ranks the other one ended within {max(ended, default=0.0):.1f} s. Commit {commits}."
+        f"We killed {len(jobs)} jobs, with {len(killed)} of the {len(recipes)} recipes. In {len(ended)} of these jobs, "
+        f"one of two ranks was killed, and the other ended within {max(ended, default=0.0):.1f} s. Commit {commits}."
     )
 
 
@@ -78,7 +81,8 @@ def speed_table() -> str:
     """Several ranks beside one, as measured."""
     rows = _rows()
     lines = [
-        "| Work | Ranks | Whole, s | Layers, s | Faster: whole | layers | In collectives | Peak MB per rank |",
+        "| Work | Ranks | Whole, s | Layers, s | Speedup, whole | Speedup, layers "
+        "| Collectives per rank, share of layers | Peak MB per rank |",
         "|---" * 8 + "|",
     ]
     for row in rows.values():
@@ -90,7 +94,7 @@ def speed_table() -> str:
         stale = "" if row.get("code", "none kept") == row_code(row) else f" {MARK}"
         lines.append(f"| `{row['work']}`{stale} | {figures} | {talked} | {peaks} |")
     taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
-    lines += ["", f"{MARK} Before the last change of the code behind it."] * (MARK in "".join(lines))
+    lines += ["", f"{MARK} Measured before the last change of the code behind this row."] * (MARK in "".join(lines))
     return "\n".join([*lines, "", f"Commit {'. Commit '.join(sorted(taken))}."])
 
 
@@ -105,7 +109,8 @@ def verify_table() -> str:
     if not rows:
         return ""
     lines = [
-        "| Ranks | Whole, s | Answering, s | Answers per s, answering | of the whole | Faster: answering | whole |",
+        "| Ranks | Whole, s | Answering, s | Answers per s of answering | Answers per s of whole "
+        "| Speedup, answering | Speedup, whole |",
         "|---" * 7 + "|",
     ]
     one = rows["verify 1"]
@@ -116,4 +121,6 @@ def verify_table() -> str:
         lines.append(f"| {row['ranks']} | {figures} | {' | '.join(faster)} |")
     taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
     equal = "equal" if len({row["digest"] for row in rows.values()}) == 1 else "**different**"
-    return "\n".join([*lines, "", f"The reports are {equal}, but for times. Commit {'. Commit '.join(sorted(taken))}."])
+    return "\n".join(
+        [*lines, "", f"The reports are {equal}, except for times. Commit {'. Commit '.join(sorted(taken))}."]
+    )

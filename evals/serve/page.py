@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 - the sign of times is meant
 """The measured part of docs/serve.md, made of evals/results/serve/*.json, for evals/pages.py; standard library only.
 
-What has not been measured is said in a sentence.
+A sentence marks each part that has not been measured.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ COLUMNS = {
 
 
 TEXTS = {
-    "cost": """**What the door costs** (`evals/checks/server_cost.py`): the same requests three ways. *In process*:
-the next request of a stream is part of the next step. *Behind a step*: in process too, but it comes once that step has
-begun, as any client's does. *HTTP*: through the server. One thread computes; event loop and client have the
-other core.""",
-    "clients": """**Three load generators** against one server of the demo model (`evals/serve/clients.py`), medians of
-rounds in turns.""",
-    "peers": """**Side by side** (`evals/serve/peers.py`): the same bfloat16 weights, 8 layers of a TinyLlama-1.1B,
-one server after the other on a CPU, measured by `quantkit bench --url`.""",
-    "soak": """**Soak** (`evals/checks/server_soak.py`): requests of which a third go away at random moments, two slow
-readers, three lengths of prompt, too few pages for all, integrity checked after every step.""",
+    "cost": """**Overhead of HTTP** (`evals/checks/server_cost.py`). The same requests are sent in three ways:
+
+- *in process*: the next request of a stream joins the next step;
+- *behind a step*: in process too, but the next request arrives after that step has begun, like a request of any client;
+- *HTTP*: through the server.
+
+One thread computes. The event loop and the client share the other core.""",
+    "clients": """**Three load generators** measure one server of the demo model (`evals/serve/clients.py`). They take
+turns in several rounds; the table shows medians.""",
+    "peers": """**Three servers** (`evals/serve/peers.py`). They serve the same bfloat16 weights, 8 layers of a
+TinyLlama-1.1B, one server after the other on a CPU. `quantkit bench --url` measures each.""",
+    "soak": """**Soak test** (`evals/checks/server_soak.py`). A third of the requests are cancelled at random moments,
+two clients read slowly, prompts have three lengths, and the cache has too few pages for all requests. The test checks
+the integrity of the cache after every step.""",
 }
-SPEED = ("tokens/s in process", "behind a step", "HTTP", "HTTP to in process")
-SPEED += ("TTFT ms behind a step", "HTTP", "the door's")
-CPU = ("CPU µs/token in process", "server", "of it its event loop", "client")
-CPU_OF = ("cpu", "loop", "client")  # of the server, its event loop, and whoever asks it
+SPEED = ("tokens/s, in process", "tokens/s, behind a step", "tokens/s, HTTP", "HTTP / in process")
+SPEED += ("TTFT ms, behind a step", "TTFT ms, HTTP", "TTFT ms, overhead of HTTP")
+CPU = ("CPU µs/token, in process", "CPU µs/token, server", "of which event loop", "CPU µs/token, client")
+CPU_OF = ("cpu", "loop", "client")  # of the server, its event loop, and the client
 
 
 def render(results: Path = RESULTS) -> str:
@@ -70,7 +74,8 @@ def _cost(data: dict[str, Any]) -> Iterator[str]:
     for columns, rows in ((SPEED, speed), (CPU, cpu)):
         yield from map(table_line, (["model", "streams", *columns], ["---"] * (len(columns) + 2), *rows))
         yield ""
-    yield f"The door's part of TTFT is the client's less the server's own, means. {_origin(data)}"
+    yield "The overhead of HTTP in TTFT is the mean that the client measures minus the mean that the server measures."
+    yield _origin(data)
 
 
 def _figure(figures: dict[str, float], key: str) -> str:
@@ -91,17 +96,18 @@ def _clients(data: dict[str, Any]) -> Iterator[str]:
 def _peers(data: dict[str, Any]) -> Iterator[str]:
     yield from _table(data["rows"], "server")
     yield ""
-    yield f"{_origin(data)} {data['about']['threads']} threads each. {_versions(data['about']['servers'])}."
+    yield f"{_origin(data)} Each server has {data['about']['threads']} threads. {_versions(data['about']['servers'])}."
 
 
 def _soak(data: dict[str, Any]) -> Iterator[str]:
     about, outcomes = data["about"], data["outcomes"]
     asked = f"{about['requests']} requests, {data['pages']:.0f} pages"
-    yield f"{asked}: {outcomes['answered']} answered, {outcomes['left']} left before their answer,"
     others = sum(outcomes.values()) - outcomes["answered"] - outcomes["left"]
-    yield f"{others} otherwise; {data['preemptions']:.0f} preemptions; {data['pages_used']:.0f} pages held at the end;"
-    yield f"resident memory of the last quarter {data['resident_last_over_first']:.4f}× that of the first."
-    verdict = "All that is asked of it held." if all(data["held"].values()) else "NOT all that is asked of it held."
+    yield f"{asked}: {outcomes['answered']} answered, {outcomes['left']} cancelled, {others} with another outcome."
+    yield f"{data['preemptions']:.0f} preemptions; {data['pages_used']:.0f} pages in use at the end."
+    ratio = f"{data['resident_last_over_first']:.4f}×"
+    yield f"Resident memory in the last quarter of the run was {ratio} that in the first quarter."
+    verdict = "All checks passed." if all(data["held"].values()) else "NOT all checks passed."
     yield f"{verdict} Commit {about['commit']}, {about['date']}."
 
 
@@ -124,6 +130,6 @@ def _versions(several: dict[str, str]) -> str:
 def _origin(data: dict[str, Any]) -> str:
     about = data["about"]
     machine = f"{about['processor']}, {about['cores']} cores"
-    busy = f"; others kept {about['busy_before']:.0%} of it busy" if about["busy_before"] > 0.1 else ""
-    tokens = f"prompts of {about['prompt_tokens']} tokens, {about['new_tokens']} new ones"
+    busy = f"; other processes kept {about['busy_before']:.0%} of it busy" if about["busy_before"] > 0.1 else ""
+    tokens = f"prompts of {about['prompt_tokens']} tokens, {about['new_tokens']} generated tokens"
     return f"Commit {about['commit']}, {about['date']}, {machine}{busy}; {tokens}."

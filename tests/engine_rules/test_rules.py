@@ -184,7 +184,7 @@ def test_the_worst_linear_decides_and_an_ordinary_model_is_read_by_all():
 def test_without_a_device_each_range_has_its_reason():
     reading = reads("vllm", None, "mxfp4 g32")
     assert reading.reads == "fast"
-    assert re.fullmatch(r"8\.0 to 9\.0: Marlin kernels, .*; from 10\.0 on: wrong, loads, and .*", reading.reason)
+    assert re.fullmatch(r"8\.0 to 9\.0: Marlin kernels, .*; from 10\.0 on: wrong, it treats .*", reading.reason)
     assert reads("vllm", None, "int4 g128").reason == reads("vllm", AMPERE, "int4 g128").reason
     assert reads("vllm", None, "int4 g64", "fp8").reads == "no"
 

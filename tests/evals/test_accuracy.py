@@ -238,7 +238,7 @@ def test_a_stale_row_is_marked_and_said(tmp_path):
     stale = dataclasses.replace(fresh, taken=dataclasses.replace(fresh.taken, code=code))
     store.save_rows(tmp_path / "demo.json", {page.ORIGINAL: make_row(kl=(0.0,) * 4), wanted.key: stale})
     assert marked in page.render(tmp_path)
-    assert f"change of `compress.algorithms.gptq` (1 at commit {fresh.taken.commit})." in page.render(tmp_path)
+    assert f"change of `compress.algorithms.gptq` (1 row at commit {fresh.taken.commit})." in page.render(tmp_path)
     assert page.readme_sentence(tmp_path) == ""
     assert provenance.MARK in page.standing(tmp_path)
 

@@ -33,8 +33,8 @@ def test_only_jobs_that_had_others_tell_how_soon_these_ended(modules):
     killed = {"1 2": {"ended_s": 9.0}, "2 1": {"ended_s": 0.3}}
     rows = {"demo rtn-int4": {"killed": killed, "commit": "a"}, "demo mxfp4": {"killed": {}, "commit": "a"}}
     jobs, others, _ = modules[1]._killed(rows).split(". ")
-    assert jobs == "2 jobs of 1 of the 2 recipes were killed"
-    assert others == "Of 1 with two ranks the other one ended within 0.3 s"
+    assert jobs == "We killed 2 jobs, with 1 of the 2 recipes"
+    assert others == "In 1 of these jobs, one of two ranks was killed, and the other ended within 0.3 s"
 
 
 def test_a_measured_row_without_a_digest_is_told_by_its_commit_alone(modules):

@@ -51,7 +51,7 @@ def test_a_table_of_results(modules, tmp_path):
     text = page.render(tmp_path)
     assert "| streams | client | requests/s | TTFT ms |" in text
     assert "| 8 | mine | 20 | 5 |" in text
-    assert "others kept 40% of it busy" in text
+    assert "other processes kept 40% of it busy" in text
     assert text.count("Not measured yet.") == 3
 
 

@@ -55,12 +55,15 @@ def test_rules_say_of_every_row_what_other_engines_did_on_a_cpu(load):
 
 
 def test_a_refusal_tells_whose_words_are_whose(load):
-    row = {"case": "mxfp4", "verdict": "refused", "reason": "Error: x " * 20, "ours": "no: no kernel; take int4"}
-    result = {"made": {"engine": "mine 1.0"}, "rows": [row, {**row, "case": "nvfp4"}, {"verdict": "agrees"}]}
+    row = {"case": "mxfp4", "verdict": "refused", "reason": "Error: x " * 20}
+    rows = [row, {**row, "case": "nvfp4"}, {"verdict": "agrees"}]
+    result = {"name": "onnxruntime", "made": {"engine": "onnxruntime-genai 1.0"}, "rows": rows}
     (line,) = load("engines_page")._others_refusals([result])
-    assert line.startswith('- mine, `mxfp4`, `nvfp4`: by our rule no kernel; take int4; it said "Error: x Error')
+    start = "- onnxruntime-genai, `mxfp4`, `nvfp4`. Our rule: its model builder supports compressed-tensors"
+    assert line.startswith(start)
+    assert '. Its message: "Error: x Error' in line
     assert line.endswith('..."')
-    assert len(line) < 200
+    assert len(line) < 300
 
 
 def test_nvfp4_files_must_share_global_scales_and_have_no_negative_ones(load, tmp_path):

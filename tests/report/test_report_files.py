@@ -135,7 +135,7 @@ def test_the_card_says_how_to_load_as_the_format_allows(report, name, there, abs
 
 
 def test_the_card_says_who_reads_it_and_who_ignores_its_cache(report):
-    own = "the cache's own entry (quantkit_kv_cache) is ignored without a word: 16-bit keys and values"
+    own = "it silently ignores quantkit_kv_cache and keeps 16-bit keys and values"
     vllm = EngineReading(engine="vLLM", release="0.32.0", reads="fast", reason="Marlin kernels", source="x", cache=own)
     other = EngineReading(engine="transformers", release="5.23.0", reads="no", reason="not these experts", source="x")
     text = render_markdown(dataclasses.replace(report, model=dataclasses.replace(report.model, engines=(vllm, other))))

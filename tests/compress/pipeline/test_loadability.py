@@ -113,7 +113,7 @@ def test_experts_that_are_known_not_to_load_hide_no_other_problem(tmp_path, monk
     recipe = "rtn-int8" if family == "gpt_oss" else "w8a8-int8"
     model = make_model(tmp_path / "model", family)
     result = run(model, recipe, tmp_path / "right", text_file)
-    why = "it does not load" if family == "gpt_oss" else "it has no rule that joins them"
+    why = "it does not load" if family == "gpt_oss" else "it has no rule that joins INT8 experts"
     assert any(why in note and "own LLM" in note for note in result.warnings)
     monkeypatch.setattr(finish, "check_loads", _without(finish.check_loads, "layers.0.self_attn.o_proj.weight_scale"))
     with pytest.raises(GateFailure, match=r"self_attn\.o_proj\.weight_scale"):
