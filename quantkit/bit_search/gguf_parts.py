@@ -31,7 +31,7 @@ _PADDING = 32  # bytes behind a tensor, at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredPart:
+class CandidateForm:
     """How a matrix is stored under a candidate.
 
     Args:
@@ -45,7 +45,7 @@ class StoredPart:
     scheme: str
 
 
-def is_gguf(recipe: Recipe) -> bool:
+def makes_gguf(recipe: Recipe) -> bool:
     """Whether a recipe makes one GGUF file."""
     return recipe.format == FORMAT.name
 
@@ -104,11 +104,11 @@ class Ends:
             dense_bytes=sum(2 * info.num_bytes // info.dtype.itemsize for info in infos),
         )
 
-    def stored(self, candidate: Candidate) -> dict[str, StoredPart]:
+    def stored(self, candidate: Candidate) -> dict[str, CandidateForm]:
         """Return how the modules are stored in the type that belongs to a candidate."""
         name, shapes = embedding_type(candidate), {m: self._reader.info(f"{m}.weight").shape for m in self.modules}
         return {
-            module: StoredPart(
+            module: CandidateForm(
                 num_weights=math.prod(shape),
                 num_bytes=matrix_bytes(name, *shape),
                 scheme=matrix_block(name, shape[-1]),
@@ -136,7 +136,7 @@ class Ends:
         return values.to(self._model.device, self._model.dtype)
 
 
-def rest_bytes(trial: Path, base: Recipe, stored: Mapping[str, StoredPart], type_name: str) -> int:
+def rest_bytes(trial: Path, base: Recipe, stored: Mapping[str, CandidateForm], type_name: str) -> int:
     """Return the most bytes that a file has besides the tensors that a search chooses types for.
 
     Args:

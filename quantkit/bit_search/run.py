@@ -28,7 +28,7 @@ from quantkit.bit_search.candidates import (
     usable,
 )
 from quantkit.bit_search.choose import Judge, Progress, within_budget, within_kl
-from quantkit.bit_search.gguf_parts import EMBEDDING, embedding_type, is_gguf
+from quantkit.bit_search.gguf_parts import EMBEDDING, embedding_type, makes_gguf
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.outputs import Outputs, SearchState, open_outputs
 from quantkit.bit_search.recipe_file import default_candidate, overrides, remarks_on, write_recipe
@@ -107,7 +107,7 @@ class _Search:
     ) -> None:
         self.target, self.outputs, self.trial, self._rounds = target, outputs, Path(), options.rounds
         work, folder = outputs.work.path, resolve(model)
-        if is_gguf(options.recipe):  # what a file cannot hold is refused before hours of work
+        if makes_gguf(options.recipe):  # what a file cannot hold is refused before hours of work
             check_model(open_source(folder))
         moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
         self.candidates, notes = _candidates(model, options, target)
@@ -136,7 +136,7 @@ class _Search:
             engine=engine,
             progress=progress,
         )
-        if (options.on, options.jobs) != ("local", 1) and not is_gguf(options.recipe):
+        if (options.on, options.jobs) != ("local", 1) and not makes_gguf(options.recipe):
             _compress_ahead(self.runner, self.candidates, state.threads, options)
         probe = Probe(self.original, used)
         self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state, moved)
@@ -207,7 +207,7 @@ class _Search:
         llm = runner.load(self.trial)
         kl = fresh.compare(llm).mean
         final = self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."], self._measurement(kl))
-        num_bytes = self._noted_in_file(final) if is_gguf(final) else made.output_bytes
+        num_bytes = self._noted_in_file(final) if makes_gguf(final) else made.output_bytes
         recovery = None if judge is None else judge.recovery(llm)
         return SearchResult(
             model=made.model,
@@ -282,7 +282,7 @@ class _Search:
     @property
     def _names(self) -> list[str]:
         """Names of the options of a group, in the order that a choice indexes."""
-        skip = [] if is_gguf(self.runner.base) else [SKIP]
+        skip = [] if makes_gguf(self.runner.base) else [SKIP]
         return [*(candidate.name for candidate in self.candidates), *skip]
 
     def _candidate_records(self) -> tuple[CandidateRecord, ...]:
@@ -348,7 +348,7 @@ def _candidates(
         return usable(
             model, recipe, read_candidates(options.candidates, group), options.device, target.bits, target.num_bytes
         )
-    if is_gguf(recipe):
+    if makes_gguf(recipe):
         return usable(model, recipe, gguf_candidates(), options.device, target.bits, target.num_bytes)
     name = recipe.source["weights"]["dtype"]
     if find_dtype(name).kind == "float":

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from quantkit.bit_search.candidates import Candidate, trial
-from quantkit.bit_search.gguf_parts import Ends, StoredPart, embedding_type, is_gguf, rest_bytes
+from quantkit.bit_search.gguf_parts import CandidateForm, Ends, embedding_type, makes_gguf, rest_bytes
 from quantkit.bit_search.outputs import SearchState
 from quantkit.bit_search.solve import Choice, Option, total
 from quantkit.compress.pipeline import quantize
@@ -172,9 +172,9 @@ def measure_groups(
     """
     forms: list[list[FusedGroup]] = []
     options: list[list[Option]] = []
-    stored: dict[str, StoredPart] = {}
+    stored: dict[str, CandidateForm] = {}
     rest = 0
-    ends = Ends(original) if is_gguf(runner.base) else None
+    ends = Ends(original) if makes_gguf(runner.base) else None
     recipes = [trial(runner.base, candidate) for candidate in candidates]
     runner.compress_trials(recipes)
     for candidate, recipe in zip(candidates, recipes, strict=True):
@@ -215,7 +215,7 @@ def _sensitivities(
     runner: TrialRunner,
     candidate: Candidate,
     groups: list[FusedGroup],
-    stored: Mapping[str, StoredPart],
+    stored: Mapping[str, CandidateForm],
     probe: Probe,
     state: SearchState,
 ) -> list[float]:
@@ -227,17 +227,17 @@ def _sensitivities(
         # Rows that no block divides get the same type from several candidates, which is measured once.
         return "/".join(dict.fromkeys(stored[module].scheme for module in group.modules))
 
-    name = key if is_gguf(runner.base) else lambda _: candidate.name
+    name = key if makes_gguf(runner.base) else lambda _: candidate.name
     return [
         state.get(f"{name(group)} {group.layer} {group.name}", partial(measure, number, group))
         for number, group in enumerate(groups, start=1)
     ]
 
 
-def _stored_linears(made: CompressionResult) -> dict[str, StoredPart]:
+def _stored_linears(made: CompressionResult) -> dict[str, CandidateForm]:
     """Return how the linears of a compressed model are stored, by full name."""
     return {
-        f"{layer.name}.{linear.name}": StoredPart(
+        f"{layer.name}.{linear.name}": CandidateForm(
             num_weights=math.prod(linear.shape),
             # bits_per_weight is bytes * 8 / weights: rounding recovers the whole number of bytes.
             num_bytes=round(linear.bits_per_weight * math.prod(linear.shape) / 8),
