@@ -161,7 +161,11 @@ def search(
 
     target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
     file = None if output is None else Path(output)
-    start = load_recipe(recipe, overrides) if isinstance(recipe, Recipe) else start_recipe(recipe, format, overrides)
+    if isinstance(recipe, Recipe):
+        start = load_recipe(recipe, overrides)
+        start = start if format is None else load_recipe(start, {"format": format})
+    else:
+        start = start_recipe(recipe, format, overrides)
     options = SearchOptions(recipe=start, output=file, **how)
     return search_recipe(None if model is None else str(model), target, options, progress=progress)
 

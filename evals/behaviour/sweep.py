@@ -122,13 +122,14 @@ def main() -> None:
     args = parser.parse_args()
     counts = {name: getattr(args, name) for name in ("prompts", "items", "samples")}
     known = json.loads(args.o.read_text(encoding="utf-8")) if args.o.is_file() else {"rows": []}
-    if known["rows"] and known["counts"] != counts:
-        raise SystemExit(f"{args.o} was measured with {known['counts']}, not {counts}; give another file")
+    asked = {"model": args.model.name, "counts": counts, "about": args.about or known.get("about", "")}
+    if known["rows"] and {name: known[name] for name in asked} != asked:
+        raise SystemExit(f"{args.o} was measured otherwise than with {asked}; give another file")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "suite.yaml").write_text(json.dumps(suite(args)), encoding="utf-8")
         original = Original(args.model, EvaluationOptions(suite=str(work / "suite.yaml"), data=tuple(args.data)))
-        known |= {"model": args.model.name, "about": args.about, "counts": counts, "original": rates(original.result)}
+        known |= {**asked, "original": rates(original.result)}
         for row in [row for row in args.rows.split(",") if row not in {each["row"] for each in known["rows"]}]:
             recipe, out = recipe_of(row, args.samples), work / row
             stamp = provenance.plain(provenance.stamp(recipe))

@@ -81,9 +81,8 @@ def search(args: argparse.Namespace, num_bytes: int, name: str) -> Path:
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Add the KL to the original on the test text to each row."""
-    from quantkit.evaluate.engine import load_llm
-
     from quantkit.evaluate.fidelity import fixed_windows
+    from quantkit.evaluate.loading import load_llm
     from quantkit.evaluate.sensitivity import Probe
 
     engine = {"dtype": "float32", "device": "cpu", "threads": 1}

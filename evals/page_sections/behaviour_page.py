@@ -45,7 +45,7 @@ def _finding(rows: list[dict[str, Any]], items: int) -> str:
         f"In {len(lower)} of {len(rows)} checkpoints the margin of ending the turn is smaller than the original's. In "
         f"{len(unseen)} of these {len(lower)}, {3 * items} items of tasks show no significant loss."
         if lower
-        else "No checkpoint has smaller margins without a loss in the tasks too."
+        else "In no checkpoint is the margin of ending the turn smaller than the original's."
     )
 
 
@@ -65,7 +65,8 @@ def _line(row: dict[str, Any]) -> str:
         f"{text}{mark}" for text, mark in zip(_acts(row), [*marks, _mark(row, "answer length: behaviour")], strict=True)
     ]
     tasks = _mean(row) + _mark(row, "all tasks")
-    figures = (f"{row['perplexity_ratio']:.3g}", f"{row['kl']:.3f}", f"{row['kl_of_answers']:.3f}")
+    perplexity = f"{row['perplexity_ratio']:.3g}" + _mark(row, "perplexity: wikitext2/test.raw.txt")
+    figures = (perplexity, f"{row['kl']:.3f}", f"{row['kl_of_answers']:.3f}")
     return table_line((f"int{bits}, {METHODS[method]}", margin, f"{100 * row['flips']:.1f} %", *acts, tasks, *figures))
 
 

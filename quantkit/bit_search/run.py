@@ -108,6 +108,11 @@ class _Search:
         self.target, self.outputs, self.trial, self._rounds = target, outputs, Path(), options.rounds
         work, folder = outputs.work.path, resolve(model)
         if makes_gguf(options.recipe):  # what a file cannot hold is refused before hours of work
+            if options.recipe.calibration is None:
+                raise RecipeError(
+                    f"recipe {options.recipe.name!r} has no calibration, which a search for a GGUF file needs; leave "
+                    "out --recipe to start from gguf-q4_k"
+                )
             check_model(open_source(folder))
         moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
         self.candidates, notes = _candidates(model, options, target)

@@ -63,9 +63,13 @@ class TrialRunner:
     def compress(self, recipe: Recipe, output: Path) -> CompressionResult:
         """Compress to a directory, or reuse the output of an earlier search for the same model and recipe.
 
+        A file, which a recipe for GGUF gives, is made again.
+
         Raises:
             ResumeError: the directory holds something else.
         """
+        if output.is_file():  # a GGUF file does not say from which model it was made
+            output.unlink()
         if not output.exists():
             self.progress(f"compressing with {recipe.name}")
             return quantize(self.model, recipe, output, device=self.device)
@@ -163,7 +167,7 @@ def measure_groups(
     Args:
         runner: settings for compressing and loading.
         candidates: the candidates.
-        original: the loaded original model; unchanged when this returns.
+        original: the loaded original model; its fused linears may be split when this returns.
         probe: the original's outputs on the text.
         state: numbers that were measured before.
         moved: see `find_fused_groups`.

@@ -93,7 +93,7 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("parameters", f"{summary.num_parameters:,}"),
             ("size", byte_size(summary.num_bytes)),
             *storage_rows(summary.bits_per_weight, summary),
-            *((key, value[:_SHOWN]) for key, value in summary.made_by.items() if "\n" not in value),
+            *((key[:_SHOWN], value[:_SHOWN]) for key, value in summary.made_by.items() if key != "quantkit.recipe"),
             ("quantkit.recipe", "in --json" if "quantkit.recipe" in summary.made_by else None),
         ]
     )

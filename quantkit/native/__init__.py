@@ -29,8 +29,8 @@ class Library:
     """A library compiled from a folder of C files.
 
     Args:
-        sources: the folder. One of its files exports `int qk_has_avx512(void)`, which tells whether the library uses
-            AVX-512; a folder with AMX code also exports `int qk_has_amx(void)`.
+        sources: the folder. Its files export `int qk_has_avx512(void)` and `int qk_has_amx(void)`: whether the library
+            uses AVX-512 and AMX.
     """
 
     def __init__(self, sources: Path) -> None:
@@ -63,11 +63,6 @@ class Library:
         loaded = self.get()
         return loaded is not None and bool(loaded.qk_has_avx512())
 
-    def has_amx(self) -> bool:
-        """Whether the library exists and multiplies by AMX tiles."""
-        loaded = self.get()
-        return loaded is not None and _has_amx(loaded)
-
     @cached_property  # threads that ask at once may both compile, which does no harm: see `build`
     def _loaded(self) -> tuple[ctypes.CDLL | None, str]:
         try:
@@ -79,13 +74,9 @@ class Library:
             return None, f"off: {error}"
 
 
-def _has_amx(loaded: ctypes.CDLL) -> bool:
-    return hasattr(loaded, "qk_has_amx") and bool(loaded.qk_has_amx())
-
-
 def _instructions(loaded: ctypes.CDLL) -> str:
     """Return the instructions used by a loaded library, which may be fewer than the CPU has."""
-    amx = ", AMX" if _has_amx(loaded) else ""
+    amx = ", AMX" if loaded.qk_has_amx() else ""
     return f"AVX-512 with BF16 and VNNI{amx}" if loaded.qk_has_avx512() else "AVX2"
 
 

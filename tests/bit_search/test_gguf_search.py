@@ -123,6 +123,13 @@ def test_a_second_size_measures_nothing_twice_and_the_largest_is_noted(searched,
     assert largest.notes[0].startswith("--size allows 1.0 GiB, but the largest choice takes 2.7 MiB")
 
 
+def test_the_same_search_again_makes_the_same_choice(searched, search, tmp_path):
+    first, _ = searched
+    again = search(tmp_path / "again.yaml")
+    assert again.measured_kl == first.measured_kl
+    assert again.groups == first.groups
+
+
 @pytest.mark.parametrize(("size", "reason"), [(1000, "linears alone; raise --size"), (1_400_000, "never compressed")])
 def test_a_size_below_the_smallest_file_is_refused(searched, search, tmp_path, size, reason):
     with pytest.raises(GateFailure, match=f"bytes<={size} cannot be reached: the smallest .*{reason}"):
@@ -137,6 +144,7 @@ def test_a_size_below_the_smallest_file_is_refused(searched, search, tmp_path, s
         (["--format", "gguf", "--size", "1zb"], 4, "size '1zb' is not an amount"),
         (["--format", "gguf", "--size", "1GB", "--bits", "4"], 2, "one of --bits, --size, --kl and --recovery"),
         (["--format", "gguf", "--size", "1GB", "--recipe", "gguf-q3_k"], 4, "has overrides"),
+        (["--format", "gguf", "--size", "1GB", "--recipe", "rtn-int4"], 4, "'rtn-int4' has no calibration"),
         (["--format", "gguf", "--size", "1GB", "--candidates", "q7_k"], 4, "unknown number type 'q7_k'"),
     ],
 )

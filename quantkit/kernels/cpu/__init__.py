@@ -2,7 +2,7 @@
 
 To add a kernel: put `name.c` here, include `quantkit.h`, mark its entry `QK_EXPORT`, and call it through `function`.
 The kernels are written for AVX-512 with BF16 and VNNI; `avx2.h` emulates these with AVX2. Products
-with long prompts use AMX where the CPU has it. Without the library, torch does all the work.
+use AMX where the CPU has it. Without the library, torch does all the work.
 """
 
 from pathlib import Path
@@ -11,5 +11,4 @@ from quantkit.native import Function as Function
 from quantkit.native import Library
 
 _LIBRARY = Library(Path(__file__).parent)
-library, status, function = _LIBRARY.get, _LIBRARY.status, _LIBRARY.function
-has_avx512, has_amx = _LIBRARY.has_avx512, _LIBRARY.has_amx
+library, status, function, has_avx512 = _LIBRARY.get, _LIBRARY.status, _LIBRARY.function, _LIBRARY.has_avx512

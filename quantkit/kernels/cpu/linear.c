@@ -1,8 +1,8 @@
 /* y = x w' + bias for weights in bf16, fp32, int4, int8 and fp8, inputs in bf16 or fp32, sums in fp32.
 
    Codes are multiplied as they are and a group's sum is scaled once, so nothing is rounded that the definition does not
-   round. Few tokens: codes become numbers in registers. Many: a piece of a panel is dequantized into the first-level cache
-   and used for all of them. */
+   round. With AMX, a piece of a panel is dequantized into the first-level cache and multiplied by tiles. Without, few tokens:
+   codes become numbers in registers; many: as with AMX, by vectors. */
 #include "amx.h"
 #include "linear_segment.h"
 
