@@ -182,9 +182,7 @@ def usable(
         GateFailure: even the smallest choice needs more than `bits` or `num_bytes`; says how many.
     """
     if base.source["overrides"]:
-        raise RecipeError(
-            f"recipe {base.name!r} has overrides, which a search writes itself; remove them or use ignore"
-        )
+        raise RecipeError(f"recipe {base.name!r} has overrides, which the search writes; remove them or use ignore")
     kept: dict[Candidate, dict[str, LinearScheme]] = {}  # and the scheme of each linear under it
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
     weights = 0

@@ -48,7 +48,7 @@ def command(
       quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
       quantkit search --kl 0.02 --work trials -o small.yaml
       quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
-      quantkit search --format gguf --size 900KiB --set calibration.samples=8 -o small-gguf.yaml
+      quantkit search --format gguf --size 900KiB --set calibration.samples=8
     """
     if len(target) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
