@@ -48,7 +48,7 @@ def command(
       quantkit search --bits 3.5 --set calibration.samples=32 -o coarse.yaml
       quantkit search --kl 0.02 --work trials -o small.yaml
       quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
-      quantkit search --format gguf --size 900KiB --set calibration.samples=8
+      quantkit search --format gguf --size 1500KiB --set calibration.samples=8
     """
     if len(target) != 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery")
@@ -57,7 +57,9 @@ def command(
 
     options = SearchOptions(recipe=start_recipe(recipe, format_, changes), engine=engine, **how)
     result = run.search_recipe(model, SearchTarget(**target), options, progress=output_to.tell)
-    output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: _next_steps(result))
+    verify = "" if options.recipe.format == "gguf" else " --verify"  # `quantize --verify` takes no file
+    written = f"written to {result.recipe}; next: {_next_step(result)}{verify}"
+    output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: written)
     output_to.require(result.reached, lambda: _missed(result))
 
 
@@ -92,6 +94,6 @@ def _missed(result: SearchResult) -> str:
     )
 
 
-def _next_steps(result: SearchResult) -> str:
+def _next_step(result: SearchResult) -> str:
     model = "" if result.model == "demo" else f"{result.model} "
-    return f"written to {result.recipe}; next: quantkit quantize {model}--recipe {result.recipe} --verify"
+    return f"quantkit quantize {model}--recipe {result.recipe}"
