@@ -141,7 +141,7 @@ def search(
         recipe: recipe to start from: a shipped name, a file, or a Recipe; None = gptq-int4, or gguf-q4_k without its
             overrides if the format is gguf.
         output: recipe file to write; None = `./<model>-<target>.yaml`.
-        format: on-disk format, such as gguf; None = the recipe's. Not for a Recipe.
+        format: on-disk format, such as gguf; None = the recipe's.
         bits: target: maximum stored bits per weight. Give exactly one of the four targets.
         num_bytes: target: maximum bytes of the whole checkpoint or file.
         kl: target: maximum mean KL to the original.

@@ -32,11 +32,6 @@ QK_INLINE void qk_shape_tiles(int64_t step, int64_t tokens) {
     _tile_loadconfig(&shapes);
 }
 
-/* Bytes of packed inputs, each token's of `units` units. */
-QK_INLINE size_t qk_packed_bytes(int64_t tokens, int64_t units) {
-    return (size_t)((tokens + SQUARE - 1) / SQUARE * SQUARE * 4 * units);
-}
-
 /* Inputs of 32 tokens from `token` on, [block of 16 tokens][step][token][unit]; missing tokens become zeros. */
 QK_INLINE void qk_pack_tokens(const void *x, int64_t tokens, int64_t units, int64_t step, int64_t token, void *packed) {
     const uint8_t *from = x;
@@ -47,6 +42,15 @@ QK_INLINE void qk_pack_tokens(const void *x, int64_t tokens, int64_t units, int6
             else memset(to, 0, (size_t)(4 * step));
         }
     }
+}
+
+/* All inputs for tiles, in the calling thread's memory; NULL when memory is out. */
+static inline const uint8_t *qk_pack(const void *x, int64_t tokens, int64_t units, int64_t step, int threads) {
+    uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, (size_t)((tokens + SQUARE - 1) / SQUARE * SQUARE * 4 * units));
+    if (!packed) return NULL;
+    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")
+    for (int64_t m = 0; m < tokens; m += SQUARE) qk_pack_tokens(x, tokens, units, step, m, packed);
+    return packed;
 }
 
 #define QK_CLEAR_SUMS \

@@ -227,15 +227,12 @@ static int prepare_tiles(Job *job, int threads) {
 #if QK_AMX
     job->step = job->x_is_bf16 && qk_has_amx() ? qk_tile_step(job->width) : 0;
     if (!job->step || job->tokens <= 16) return 0;
-    uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(job->tokens, job->pairs));
-    if (!packed) return 1;
-    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")
-    for (int64_t m = 0; m < job->tokens; m += SQUARE)
-        qk_pack_tokens(job->x, job->tokens, job->pairs, job->step, m, packed);
-    job->packed = packed;
-#endif
+    job->packed = qk_pack(job->x, job->tokens, job->pairs, job->step, threads);
+    return !job->packed;
+#else
     (void)job, (void)threads;
     return 0;
+#endif
 }
 
 static int run_panels(const Job *job, QkRange range) {

@@ -194,15 +194,12 @@ static int prepare_tiles(Job *job, int threads) {
     int fits = job->tokens >= FOR_TILES && job->groups * group == job->quads * 4 && qk_has_amx();
     job->step = fits ? qk_tile_step(group / 4) : 0;
     if (!job->step || job->tokens <= 16) return 0;
-    uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, qk_packed_bytes(job->tokens, job->quads));
-    if (!packed) return 1;
-    _Pragma("omp parallel for num_threads(threads) schedule(static) if (threads > 1)")
-    for (int64_t m = 0; m < job->tokens; m += SQUARE)
-        qk_pack_tokens(job->x, job->tokens, job->quads, job->step, m, packed);
-    job->packed = packed;
-#endif
+    job->packed = qk_pack(job->x, job->tokens, job->quads, job->step, threads);
+    return !job->packed;
+#else
     (void)job, (void)threads;
     return 0;
+#endif
 }
 
 static int run_panels(const Job *job, QkRange range) {
