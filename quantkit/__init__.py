@@ -44,9 +44,9 @@ __all__ = sorted([*_HOME_OF, "__version__"])
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from quantkit.registry import installed_version
+        from quantkit.distribution import own_version
 
-        return installed_version("quantkit", "0+unknown")
+        return own_version("0+unknown")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}; public names: {', '.join(__all__)}")
     if name != "QuantkitError":

@@ -1,13 +1,12 @@
 """Look up the modules of a package by file name. Every module file is a member; it is imported on first use.
 
-There are no entry points, decorators or import side effects. The module also looks up versions of installed packages.
+There are no entry points, decorators or import side effects.
 """
 
 import functools
 import importlib
 import pkgutil
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from quantkit.errors import InputError, suggestion
@@ -57,11 +56,3 @@ def _members(folders: tuple[str, ...]) -> list[str]:
     """Return the names of the members in a package's folders; the result is cached."""
     modules = (module.name for module in pkgutil.iter_modules(folders) if not module.ispkg)
     return sorted(name.replace("_", "-") for name in modules if name != "base" and not name.startswith("_"))
-
-
-def installed_version(name: str, absent: str) -> str:
-    """Return the version of an installed package; `absent` if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return absent

@@ -71,6 +71,7 @@ LAYERS = {
     "runtime.cache.policies": 1,  # their names are choices of an option
     "errors": 0,
     "registry": 0,
+    "distribution": 0,
     "settings": 0,
     "machine": 0,  # its cores, devices and memory
     "safety": 0,  # bounds on what other people's files cause
@@ -81,7 +82,7 @@ LAYERS = {
 }
 TORCH_FREE = (
     *("models", "engine_rules", "results", "report", "errors", "registry", "quantities", "settings", "cli"),
-    *("planning", "demo"),
+    *("planning", "demo", "distribution"),
 )
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "compressed_tensors", "datasets")
 MAX_FILE_LINES = 400

@@ -14,6 +14,7 @@ import pytest
 
 import quantkit
 from quantkit.compress import pipeline
+from quantkit.distribution import DISTRIBUTION
 from quantkit.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,7 @@ def test_an_unknown_name_is_an_attribute_error_that_helps():
 def test_the_version_is_that_of_the_distribution_or_says_unknown(monkeypatch):
     import importlib.metadata
 
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"quantkit": "1.2.3"}[name])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {DISTRIBUTION: "1.2.3"}[name])
     assert quantkit.__version__ == "1.2.3"
 
     def missing(name):
@@ -164,7 +165,7 @@ def test_the_command_line_says_in_one_line_that_it_is_for_linux():
     (entry,) = {
         one.entry_points.select(name="quantkit", group="console_scripts")["quantkit"].value
         for one in importlib.metadata.distributions(path=[str(ROOT), *sys.path])
-        if one.metadata["Name"] == "quantkit"
+        if one.metadata["Name"] == DISTRIBUTION
     }
     done = on_another_system(f"import {entry.partition(':')[0]} as door; sys.argv[1:] = ['--help']; door.main()")
     assert (done.returncode, done.stdout, done.stderr) == (5, "", f"error: {REFUSAL}\n")

@@ -8,6 +8,7 @@ import click
 
 from quantkit.cli._options import option_group, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
+from quantkit.distribution import install_command
 from quantkit.settings import setting
 
 
@@ -85,7 +86,7 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         from quantkit.server.bridge import Bridge
         from quantkit.server.run import HttpServer, bind, is_public
     except ModuleNotFoundError as error:
-        raise InputError(f"serving needs {error.name}; pip install 'quantkit[serve]'") from None
+        raise InputError(f"serving needs {error.name}; {install_command('serve')}") from None
     from quantkit.runtime.llm import LLM
 
     key = options.api_key or os.environ.get("QUANTKIT_API_KEY") or None

@@ -2,7 +2,7 @@
 
 It behaves like lm-eval's `HFLM` for decoder-only models: the same tokens (trailing spaces of a context belong to the
 continuation; BOS as the tokenizer or `add_bos_token` says), the same truncation from the left and the same end of an
-answer. Module `lm_eval_run` runs tasks. Importing this module needs lm-eval, which quantkit[eval] installs.
+answer. Module `lm_eval_run` runs tasks. Importing this module needs lm-eval, which the extra `eval` installs.
 
     lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
 """

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from quantkit.distribution import install_command
 from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.options import EvaluationOptions
@@ -36,7 +37,7 @@ def import_language_model() -> type[QuantkitLM]:
     try:
         from quantkit.evaluate.language_model import QuantkitLM
     except ImportError as error:
-        extra = "lm-eval is not installed; tasks need it: pip install '.[eval]' in quantkit's folder"
+        extra = f"lm-eval is not installed; tasks need it: {install_command('eval')}"
         raise DataError(f"{extra} ({first_line(error)})") from error
     return QuantkitLM
 

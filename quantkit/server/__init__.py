@@ -1,1 +1,1 @@
-"""Serve the engine through an HTTP API compatible with OpenAI's. Needs `quantkit[serve]`."""
+"""Serve the engine through an HTTP API compatible with OpenAI's. Needs the extra `serve`."""

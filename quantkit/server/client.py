@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any
 
+from quantkit.distribution import install_command
 from quantkit.errors import InputError, ModelError, RequestError, first_line
 from quantkit.safety.untrusted import parse_object, shorten
 
 try:
     import aiohttp
 except ModuleNotFoundError:
-    raise InputError("talking to a server needs aiohttp; pip install 'quantkit[serve]'") from None
+    raise InputError(f"talking to a server needs aiohttp; {install_command('serve')}") from None
 
 KEY_VARIABLES = ("QUANTKIT_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 600.0

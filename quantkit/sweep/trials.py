@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from quantkit.distribution import install_command
 from quantkit.errors import AuditError, GateFailure, InputError, QuantkitError, ResourceError, first_line
 from quantkit.planning import estimate
 from quantkit.safety.child_process import QUANTKIT, python
@@ -222,7 +223,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        extra = "ray is not installed; --on ray needs it: pip install '.[ray]' in quantkit's folder"
+        extra = f"ray is not installed; --on ray needs it: {install_command('ray')}"
         raise InputError(f"{extra} ({first_line(error)})") from error
     return ray
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.demo import DEMO_MODEL
+from quantkit.distribution import DISTRIBUTION
 from quantkit.evaluate import plugin
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 def entry_points(group):
     """Of every quantkit that Python finds here: a source folder may hold older metadata beside the installed ones."""
-    ours = [one for one in importlib.metadata.distributions() if one.metadata["Name"] == "quantkit"]
+    ours = [one for one in importlib.metadata.distributions() if one.metadata["Name"] == DISTRIBUTION]
     return {entry.name: entry.value for one in ours for entry in one.entry_points.select(group=group)}
 
 

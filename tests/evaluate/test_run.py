@@ -183,7 +183,7 @@ def test_bad_input_is_one_line(demo, changes, message):
 
 def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monkeypatch):
     monkeypatch.setitem(sys.modules, "quantkit.evaluate.language_model", None)
-    with pytest.raises(DataError, match=r"lm-eval is not installed; tasks need it: pip install '\.\[eval\]'"):
+    with pytest.raises(DataError, match=r"lm-eval is not installed; tasks need it: pip install 'quantkit-lm\[eval\]'"):
         evaluate(demo, tasks=["demo_facts"])
     assert evaluate(demo, texts=["demo"], window=900).perplexity[0].num_tokens > 10_000
 

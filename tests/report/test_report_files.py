@@ -198,7 +198,7 @@ def test_all_files_are_written_and_nothing_half(report, tmp_path):
 def test_without_the_extra_everything_but_the_page_is_written(report, tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     files, problem = write_report(report, tmp_path)
-    assert f"needs {package}, which is not installed; pip install '.[eval]'" in problem
+    assert f"needs {package}, which is not installed; pip install 'quantkit-lm[eval]'" in problem
     assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "junit.xml", "report.json"]
     assert sorted(files) == ["card", "json", "junit"]
 

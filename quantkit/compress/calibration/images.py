@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from quantkit.checkpoints.tokenizer import load_tokenizer, quiet_stdout, render_chat
+from quantkit.distribution import install_command
 from quantkit.errors import DataError, InputError, ModelError, first_line
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_object, read_text
 
@@ -204,7 +205,7 @@ def load_processor(folder: Path) -> Any:
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise InputError("calibration with images needs Pillow; pip install 'quantkit[images]'") from None
+        raise InputError(f"calibration with images needs Pillow; {install_command('images')}") from None
     load_tokenizer(folder)  # checks the tokenizer, which the processor also has
     try:
         with quiet_stdout():

@@ -8,9 +8,9 @@ import yaml
 from quantkit.checkpoints.reader import file_digest
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import bundled_calibration
+from quantkit.distribution import own_version
 from quantkit.errors import CheckpointError
 from quantkit.output.staging import MANIFEST
-from quantkit.registry import installed_version
 from quantkit.safety.untrusted import read_object
 
 
@@ -27,7 +27,7 @@ def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | f
         the mean KL in nats per token, the text with its SHA-256, and the number of tokens.
     """
     entries: dict[str, str | int | float] = {
-        "quantkit.version": installed_version("quantkit", "unknown"),
+        "quantkit.version": own_version("unknown"),
         "quantkit.recipe": _text(recipe),
     }
     if recipe.calibration is not None:

@@ -14,13 +14,13 @@ from quantkit.checkpoints.reader import file_digest
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.recipe import Recipe
+from quantkit.distribution import installed_version, own_version
 from quantkit.errors import ResumeError
 from quantkit.machine.devices import MAX_THREADS, threads_within_quota
 from quantkit.numerics import native
 from quantkit.numerics.matmul import keeps_precision
 from quantkit.output.writer import write_json
 from quantkit.quantities import dtype_name
-from quantkit.registry import installed_version
 from quantkit.safety.untrusted import read_object, shorten
 
 START_OVER = "start over with --no-resume"
@@ -74,8 +74,8 @@ def calibration_digest(recipe: Recipe) -> str | None:
 
 def describe_versions() -> dict[str, str]:
     """Return the versions of everything that affects the output."""
-    names = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
-    return {name: installed_version(name, "unknown") for name in names}
+    names = ("torch", "transformers", "compressed-tensors", "safetensors")
+    return {"quantkit": own_version("unknown"), **{name: installed_version(name, "unknown") for name in names}}
 
 
 def plain_digest(data: dict[str, Any]) -> str:

@@ -20,13 +20,13 @@ from quantkit.compress.algorithms.base import moves_scales
 from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
+from quantkit.distribution import installed_version
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
 from quantkit.evaluate.loading import check_same_language
 from quantkit.inspection import inspect, read_manifest, section
 from quantkit.machine.devices import processor_name
 from quantkit.output.staging import MANIFEST, check_text, open_stage
 from quantkit.output.writer import writing
-from quantkit.registry import installed_version
 from quantkit.report.files import SIGNS
 from quantkit.results import CompressionResult, Environment, ModelFacts, Report
 from quantkit.results.gates import parse_gate

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from quantkit.distribution import installed_version
 from quantkit.errors import InputError
 from quantkit.kernels import gpu, ops
 from quantkit.kernels.layouts import KVLayout, kv_scheme
@@ -35,7 +36,6 @@ from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
-from quantkit.registry import installed_version
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 from quantkit.runtime.sequence import PageHolder
