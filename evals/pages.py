@@ -49,6 +49,18 @@ def section(page: str, name: str, text: str) -> str:
     return f"{before}{begin}{text}{chr(10) if text else ''}{end}{after}"
 
 
+def cli(page: str) -> str:
+    """docs/cli.md."""
+    for name, text in generator("page_sections/cli_page.py").sections().items():
+        page = section(page, name, text)
+    return page
+
+
+def api(page: str) -> str:
+    """docs/api.md."""
+    return section(page, "names", generator("page_sections/api_page.py").render())
+
+
 def accuracy(page: str) -> str:
     """docs/accuracy.md."""
     return str(generator("accuracy/page.py").render())
@@ -132,7 +144,9 @@ def readme(page: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
+    "docs/api.md": api,
     "docs/behaviour.md": behaviour,
+    "docs/cli.md": cli,
     "docs/formats.md": formats,
     "docs/gguf.md": gguf,
     "docs/performance.md": performance,

@@ -32,7 +32,7 @@ def test_type_checkers_see_the_names_that_are_fetched():
 
 def test_what_users_do_and_what_they_read_of_is_public():
     assert {name for name in quantkit.__all__ if inspect.isfunction(getattr(quantkit, name))} == FUNCTIONS
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     imported = ",".join(re.findall(r"^ *from quantkit import (.+)$", pages, flags=re.MULTILINE))
     named = {*re.findall(r"\bquantkit\.([A-Za-z_]+)\(", pages), *re.findall(r"\w+", imported)}
     assert len(named) > 5

@@ -158,7 +158,7 @@ def test_the_package_speaks_the_vocabulary():
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("recipes/*.yaml")),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ("accuracy.md", "models.md")  # by evals/pages.py, which tests/docs/test_pages.py repeats
-PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if path.name not in GENERATED]
+PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.name not in GENERATED]
 
 # How measurements of speed, quality and memory read. What is printed as an example stands in code blocks.
 MEASURED = (

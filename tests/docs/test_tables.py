@@ -20,7 +20,7 @@ from quantkit.runtime.cache.policies import REGISTRY as POLICIES
 from tests.models.test_new_family import FILE
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 
 
 def page(name: str) -> str:
