@@ -21,6 +21,7 @@ TOOL: Any = {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
             "required": ["city"],
+            "additionalProperties": False,
         },
     },
 }
@@ -33,7 +34,7 @@ def main(url: str = "http://127.0.0.1:8000/v1", key: str = "none") -> None:
     model = client.models.list().data[0].id
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
     first = client.chat.completions.create(
-        model=model, messages=messages, tools=[TOOL], tool_choice="required", max_tokens=100, temperature=0
+        model=model, messages=messages, tools=[TOOL], tool_choice="required", max_tokens=300, temperature=0
     )
     message = first.choices[0].message
     for call in message.tool_calls or []:
