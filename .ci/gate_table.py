@@ -10,7 +10,7 @@ def gate_table(report: dict[str, Any]) -> str:
     """Return a heading with the verdict, a row per gate, and the suggested changes."""
     gates = report["gates"]
     held = sum(gate["held"] for gate in gates)
-    heading = f"### {_cell(report['model'])}: {held} of {len(gates)} gates hold"
+    heading = f"### {_cell(report['model']['name'])}: {held} of {len(gates)} gates hold"
     rows = [f"| `{gate['gate']}` | {_value(gate['value'])} | {_result(gate['held'])} |" for gate in gates]
     lines = [heading, "", "| Gate | Value | Result |", "|---|---|---|", *rows]
     remedies = dict.fromkeys(gate["remedy"] for gate in gates if not gate["held"] and gate["remedy"])

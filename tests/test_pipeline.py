@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from quantkit.report.files import write_report
+from tests.report.synthetic import make_report
+
 ROOT = Path(__file__).parents[1]
 GATES = [
     {"gate": "kl<=0.05", "value": 0.0061681, "held": True, "remedy": None},
@@ -24,7 +27,8 @@ pathlib.Path("arguments").write_text("\\n".join(sys.argv[1:]))
 folder = pathlib.Path(os.environ["REPORT"])
 if os.environ["CODE"] != "4":
     folder.mkdir()
-    (folder / "report.json").write_text(json.dumps({{"model": "a|b", "gates": json.loads(os.environ["RESULTS"])}}))
+    report = {{"model": {{"name": "a|b"}}, "gates": json.loads(os.environ["RESULTS"])}}
+    (folder / "report.json").write_text(json.dumps(report))
 sys.exit(int(os.environ["CODE"]))
 """
 
@@ -70,6 +74,14 @@ def test_a_failed_gate_is_shown_and_keeps_its_exit_code(tmp_path):
 def test_without_a_report_the_exit_code_alone_tells(tmp_path):
     assert verify(tmp_path, 4, GATES) == 4
     assert not (tmp_path / "summary").exists()
+
+
+def test_the_table_reads_the_reports_that_verify_writes(tmp_path):
+    write_report(make_report(), tmp_path)
+    command = [sys.executable, ROOT / ".ci/gate_table.py", tmp_path / "report.json"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert all(f"| `{gate.gate}` | " in shown for gate in make_report().gates)
+    assert make_report().model.name in shown.splitlines()[0]
 
 
 def test_the_action_gives_the_script_all_of_its_inputs():
