@@ -1,6 +1,6 @@
-"""Look up the modules of a package by file name. Every module file is a member; it is imported on first use.
+"""Look up the modules of a package by file name. Every public module file is a member, which is imported on first use.
 
-There are no entry points, decorators or import side effects. The module also looks up versions of installed packages.
+There are no entry points, decorators or import side effects. This module also looks up versions of installed packages.
 """
 
 import functools
@@ -60,7 +60,7 @@ def _members(folders: tuple[str, ...]) -> list[str]:
 
 
 def installed_version(name: str, absent: str) -> str:
-    """Return the version of an installed package; `absent` if it is not installed."""
+    """Return the version of a package, or `absent` if the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

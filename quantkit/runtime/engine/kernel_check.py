@@ -43,14 +43,14 @@ from quantkit.safety.child_process import python
 from quantkit.safety.untrusted import read_object
 
 TOLERANCE = 0.03
-"""Largest accepted error, as a share of the largest output. Rounding to 16 bits causes less; a missing tile or page,
-more.
+"""Largest accepted error, as a share of the largest output. Rounding to 16 bits causes smaller errors; a missing tile
+or page causes larger ones.
 """
 
 WIDTH = 512
-"""Number of inputs of the tested products."""
+"""Number of input features of the tested linears."""
 
-_ROWS = (1, 20, 260)  # one for each way to multiply
+_ROWS = (1, 20, 260)  # numbers of tokens, one for each way to multiply
 _SECONDS = 60.0
 _CHILD = "from quantkit.runtime.engine.kernel_check import main; main()"
 _LOG = logging.getLogger(__name__)
@@ -75,7 +75,10 @@ class Verdict(NamedTuple):
 
 
 def check_kernels(device: torch.device) -> None:
-    """Check the kernels of a device and let torch replace families that fail; `QUANTKIT_TRITON=force` skips this."""
+    """Check the kernels of a device and let torch replace families that fail.
+
+    `QUANTKIT_TRITON=force` skips the check.
+    """
     if not gpu.is_used(device) or _is_forced():
         return
     verdicts = read_verdicts(device)
@@ -131,7 +134,7 @@ def verdict_file(device: torch.device) -> Path:
 
 
 def read_verdicts(device: torch.device) -> dict[str, Verdict]:
-    """Return the stored verdicts, keyed by family; empty if a family is missing."""
+    """Return the stored verdicts, keyed by family; empty if there are none, or a family has none."""
     with contextlib.suppress(InputError, TypeError):
         verdicts = {key: Verdict(*entry) for key, entry in read_object(verdict_file(device), InputError).items()}
         return verdicts if verdicts.keys() == CASES.keys() else {}
@@ -160,9 +163,10 @@ def main() -> None:
 
 
 def error_of(case: Case, device: torch.device) -> float:
-    """Return the largest difference from plain torch on the host, relative to the largest value there.
+    """Run a case on the device, and in plain torch on the host; return the relative error.
 
-    It sets environment variables, so run it in a separate process.
+    The error is the largest difference, divided by the largest value of plain torch. This function sets environment
+    variables, so call it in a separate process.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     outputs = []
@@ -213,7 +217,9 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
-    """Return a function that builds the batch of tokens start..stop of every sequence, with shuffled pages.
+    """Return a function of `start` and `stop` that builds a batch of these tokens of every sequence.
+
+    The page numbers of the sequences are shuffled.
 
     Args:
         count: number of sequences.
