@@ -39,6 +39,8 @@ class BuildWithLibraries(build_py):
                 jobs = [(folder, name) for name in names for folder in folders]
                 list(pool.map(lambda job: build.compile_folder(compiler, *job), jobs))
         except build.BuildError as error:
+            for one_of_some in libraries(self.build_lib):
+                one_of_some.unlink()
             self.warn(f"no C kernels: {error}. torch computes in their place, more slowly")
 
 

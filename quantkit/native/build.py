@@ -95,8 +95,8 @@ def knows(compiler: str, name: str) -> bool:
 
 def compiler_of(library: Path) -> str:
     """Return the name and version of the compiler that made a library, as it wrote them there."""
-    found = re.search(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+", library.read_bytes())
-    return found.group().decode().replace("GCC:", "GCC") if found else "an unknown compiler"
+    version = re.search(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+", library.read_bytes())
+    return version.group().decode().replace("GCC:", "GCC") if version else "an unknown compiler"
 
 
 def cpu_flags() -> frozenset[str]:

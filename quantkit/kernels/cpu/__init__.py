@@ -1,4 +1,4 @@
-"""Optional kernels in C: all `*.c` files of this folder, compiled into one library at first use (see `native`).
+"""Optional kernels in C: all `*.c` files of this folder, compiled into one library (see `native`).
 
 To add a kernel: put `name.c` here, include `quantkit.h`, mark its entry `QK_EXPORT`, and call it through `function`.
 The kernels are written for AVX-512 with BF16 and VNNI; `avx2.h` emulates these with AVX2. Products
