@@ -49,6 +49,8 @@ def find_library(sources: Path, *, widest: str | None = None) -> Path:
     for name in suitable:
         library = library_file(sources, name)
         if in_checkout and not library.is_file():
+            if not os.access(sources, os.W_OK):
+                raise BuildError(f"this user cannot write {library}; run quantkit once as the owner of that folder")
             compiler = find_compiler()
             if name == suitable[-1] or knows(compiler, name):
                 compile_folder(compiler, sources, name)

@@ -140,6 +140,12 @@ def test_a_compiler_that_fails_is_named(checkout, monkeypatch):
     assert library.status() == "off: /bin/false failed: no message"
 
 
+def test_a_checkout_of_another_user_is_told(checkout, monkeypatch):
+    monkeypatch.setattr(build.os, "access", lambda path, mode: False)
+    with pytest.raises(build.BuildError, match=r"cannot write .*/avx2-\w+\.so; run quantkit once as the owner"):
+        build.find_library(checkout)
+
+
 @needs_compiler
 def test_a_torch_without_openmp_has_no_library(monkeypatch):
     monkeypatch.setattr(build, "find_openmp", lambda: None)
