@@ -1,4 +1,4 @@
-"""Optional kernels in C: all `*.c` files of this folder, compiled into one library at first use; see `quantkit.native`.
+"""Optional kernels in C: all `*.c` files of this folder, compiled into one library; see `quantkit.native`.
 
 To add a kernel: put `name.c` here, include `quantkit.h`, mark the function that Python calls `QK_EXPORT`, and
 call it through `function`. The kernels are written for AVX-512 with BF16 and VNNI; `avx2.h` emulates these instructions

@@ -4,15 +4,18 @@ Each kernel family runs on small random inputs in its own child process, so a cr
 Torch replaces a family that fails. Verdicts are stored per device, driver and versions.
 """
 
+import atexit
 import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,7 +33,6 @@ from quantkit.kernels.reference import experts
 from quantkit.kernels.reference.ops import gated
 from quantkit.kernels.types import AttentionOptions, ForwardBatch, HeadNorms, Linear
 from quantkit.machine.devices import entered
-from quantkit.native.build import cache_folder
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.kv_cache import LayerCache
@@ -131,6 +133,20 @@ def verdict_file(device: torch.device) -> Path:
     """Return the path of the verdict file, whether or not it exists."""
     about = json.dumps(identity(device)).encode()
     return cache_folder() / f"kernel-checks-{hashlib.sha256(about).hexdigest()[:16]}.json"
+
+
+def cache_folder() -> Path:
+    """Return a folder that only this user can write: one in $XDG_CACHE_HOME/quantkit, or a temporary one."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "quantkit" / "kernel-checks"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if info.st_uid == os.getuid() and not info.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    fresh = Path(tempfile.mkdtemp(prefix="quantkit-"))
+    atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+    return fresh
 
 
 def read_verdicts(device: torch.device) -> dict[str, Verdict]:
