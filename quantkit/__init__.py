@@ -1,6 +1,6 @@
 """Compress Hugging Face causal language models, layer by layer, to checkpoints that common engines load.
 
-Importing this package is cheap: each public name is imported on first use, and torch only if the name needs it.
+Importing this package is cheap: it imports each public name on first use, and torch only if that name needs torch.
 """
 
 from __future__ import annotations

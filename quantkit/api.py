@@ -1,4 +1,4 @@
-"""Python API with the functions of the command line; a recipe is a name, a file or an object."""
+"""Python API with the same functions as the command line. A recipe can be given as a name, a file or a `Recipe`."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def quantize(
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
         recipe: a shipped name, a file, or a Recipe.
-        output: directory to create; None = `./<model>-<recipe>`.
+        output: directory to create, or file if the recipe's format is a single file; None = `./<model>-<recipe>`.
         overrides: recipe fields to replace, `{"weights.group_size": 32}` or `["weights.group_size=32"]`.
         device: "auto", "cpu", "cuda" or "cuda:1".
-        activations: where to keep hidden states between layers; "auto": in memory if a GPU computes, else on disk.
+        activations: where to keep hidden states between layers; "auto" keeps them in memory if a GPU computes, and on
+            disk otherwise.
         resume: continue an interrupted run with the same inputs.
         overwrite: replace an existing output directory.
-        engine: engine that must be able to read the result: "vllm", "vllm:h100" or another of `quantkit.engine_rules`;
-            recipes that it cannot read are refused.
-        listener: receives progress.
+        engine: engine that must be able to read the result, e.g. "vllm" or "vllm:h100"; see `quantkit.engine_rules`.
+            A recipe whose result the engine cannot read is refused before the work starts. None = no particular engine.
+        listener: receives progress events.
     Returns:
         The record of the compression: sizes, errors per linear, times.
     Raises:
@@ -66,11 +67,11 @@ def quantize(
 
 
 def load_recipe(recipe: str | Path | Recipe, overrides: Overrides = ()) -> Recipe:
-    """Read and check a recipe.
+    """Read a recipe, replace some of its fields, and check the result.
 
     Args:
-        recipe: a shipped name, a file, or a Recipe whose fields are overridden.
-        overrides: recipe fields to replace, keyed by dotted path.
+        recipe: a shipped name, a file, or a Recipe.
+        overrides: recipe fields to replace, see `quantize`.
     Raises:
         RecipeError: the recipe is not valid; the message gives file, field, value and the valid values.
     """
@@ -101,7 +102,8 @@ def verify(
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = the model that the checkpoint was made from.
         gates: gates, e.g. `["recovery>=98.9", "kl<=0.02"]`; None = the gates of the checkpoint's recipe.
-        options: measurements to make, see `quantkit.evaluate.verify.run.VerifyOptions`; None = short versions of all.
+        options: measurements to make, see `quantkit.evaluate.verify.run.VerifyOptions`; None = the defaults, which are
+            short measurements.
         output: directory for report.json, report.html, junit.xml and the model card; None = write no files.
         progress: callback for lines of progress.
     Raises:
@@ -138,15 +140,15 @@ def search(
 
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
-        recipe: recipe to start from: a shipped name, a file, or a Recipe; None = gptq-int4, or gguf-q4_k without its
-            overrides if the format is gguf.
+        recipe: recipe to start from: a shipped name, a file, or a Recipe; None = gptq-int4 or, if the format is gguf,
+            gguf-q4_k without the overrides and gates of that recipe.
         output: recipe file to write; None = `./<model>-<target>.yaml`.
-        format: on-disk format, such as gguf; None = the recipe's.
+        format: on-disk format, such as gguf; None = the recipe's format.
         bits: target: maximum stored bits per weight. Give exactly one of the four targets.
         num_bytes: target: maximum bytes of the whole checkpoint or file.
         kl: target: maximum mean KL to the original.
-        recovery: target: minimum per cent of the original's task scores.
-        overrides: recipe fields to replace, keyed by dotted path.
+        recovery: target: minimum recovery, which is the task scores in per cent of the original's.
+        overrides: recipe fields to replace, see `quantize`.
         progress: callback for lines of progress.
         how: further fields of `quantkit.bit_search.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:
@@ -171,7 +173,9 @@ def search(
 
 
 def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:
-    """Estimate the memory, disk and time for compressing and running a model; nothing is measured.
+    """Estimate the memory, disk space and best possible speed of a model, and what compressing it needs.
+
+    Nothing is measured.
 
     Args:
         model: a directory, a config.json or a hub id; None = the demo model that comes with quantkit.

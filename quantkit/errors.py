@@ -6,17 +6,17 @@
     │   ├── CheckpointError       a file on disk: missing, truncated, inconsistent
     │   ├── RecipeError           a recipe: unknown key, bad value, impossible combination
     │   ├── SchemeError           a number scheme that does not fit a tensor or a format
-    │   ├── DataError             calibration text
+    │   ├── DataError             text, images or task items for calibration or evaluation
     │   ├── GateError             a gate that cannot be read or names no known number
     │   ├── ReportError           a report.json that is missing, damaged or of another version
     │   ├── OutputError           the place to write to
     │   ├── RequestError          a prompt or its sampling parameters
     │   └── ResumeError           an interrupted run that belongs to other inputs
-    ├── GateFailure         3     a gate did not hold: the checkpoint is not what was asked for
+    ├── GateFailure         3     a gate did not hold, or a search missed its target
     ├── ResourceError       5     out of disk, memory or device memory, or not on Linux
-    └── AuditError          1     the finished checkpoint is not what was planned: a bug, never the user's fault
+    └── AuditError          1     the finished checkpoint differs from the plan: a bug, never the user's fault
 
-A message is one line: what, where (tensor, key or path), the value found, and what to do.
+A message is one line. It says what is wrong, where (tensor, key or path), which value was found, and what to do.
 """
 
 import difflib
@@ -57,7 +57,7 @@ class SchemeError(InputError):
 
 
 class DataError(InputError):
-    """Calibration data cannot be read or is unusable."""
+    """Data for calibration or evaluation cannot be read or is unusable."""
 
 
 class GateError(InputError):
@@ -81,7 +81,7 @@ class ResumeError(InputError):
 
 
 class GateFailure(QuantkitError):
-    """A gate did not hold; the message names the gates and a remedy."""
+    """A gate did not hold, or a search missed its target; the message says which, and what to change."""
 
     exit_code = 3
 
@@ -97,7 +97,7 @@ class AuditError(QuantkitError):
 
 
 def require_linux() -> None:
-    """Refuse systems other than Linux, whose Python lacks modules that quantkit imports.
+    """Refuse to run on systems other than Linux, where Python lacks modules that quantkit imports.
 
     Raises:
         ResourceError: the system is not Linux.
@@ -116,13 +116,18 @@ def located(where: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's message (of a long line its first sentence), or the error's type."""
+    """Return the first line of another library's message, or the error's type if the message is empty.
+
+    If that line is long, return only its first sentence.
+    """
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= _LONGEST_LINE else line.partition(". ")[0]
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether this is a panic of a Rust library; such errors are not Exceptions, and each library has its own class."""
+    """Whether an error is a panic of a Rust library. Panics do not derive from Exception, and each library has its own
+    class for them.
+    """
     return type(error).__name__ == "PanicException"
 
 

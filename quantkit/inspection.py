@@ -1,6 +1,6 @@
 """Describe a checkpoint from its headers, without reading weights; even the largest model takes about a second.
 
-It does not check whether the stored values are valid.
+Stored values are not checked for validity.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ class _Module:
     stored_as: str
     num_parameters: int
     num_bytes: int
-    num_quantized: int = 0  # weights that are codes
-    quantized_bytes: int = 0  # of codes, scales and zero points
-    linear: StoredLinear | None = None  # what the rules of engines use
+    num_quantized: int = 0  # number of weights stored as codes
+    quantized_bytes: int = 0  # bytes of codes, scales and zero points
+    linear: StoredLinear | None = None  # facts for `engine_rules`
 
 
 def inspect(path: str | Path) -> CheckpointSummary:
-    """Summarize number types and sizes by kind of module, with the errors that quantkit recorded during compression.
+    """Summarize a checkpoint: number types and sizes by kind of module, recorded errors, and how engines read it.
 
     Args:
         path: directory of a quantized or unquantized checkpoint, or a GGUF file.
@@ -102,7 +102,9 @@ def inspect(path: str | Path) -> CheckpointSummary:
 
 
 def _made_by(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
-    """Return the recipe's name and the entries that quantkit writes into a GGUF file; files of others have none."""
+    """Return the recipe's name and the entries that quantkit wrote into a GGUF file; None and an empty dict for a file
+    that another tool wrote.
+    """
     entries = {
         key: f"{value:.6g}" if isinstance(value, float) else str(value)
         for key, value in metadata.items()
@@ -116,7 +118,7 @@ def _made_by(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
 
 
 def _stored_model(config: Mapping[str, Any], format_: Format, modules: Iterable[_Module]) -> StoredModel:
-    """Collect the facts about a checkpoint that the rules of engines use."""
+    """Collect the facts about a checkpoint that `engine_rules` needs."""
     said = section(config, "quantization_config")
     calibrated, own = said.get("kv_cache_scheme"), config.get(CACHE_KEY)
     hidden = config.get("hidden_size")
@@ -165,7 +167,7 @@ def _module(
 def _shape(
     reader: CheckpointReader, name: str, infos: Mapping[str, TensorInfo], linear: LinearScheme, format_: Format
 ) -> tuple[int, int] | None:
-    """Return (N, K) of a linear; None if its tensors do not determine it."""
+    """Return the shape of a linear, (outputs, inputs); None if its tensors do not determine the shape."""
     if _SHAPE in infos:
         rows, columns = reader.tensor(f"{name}.{_SHAPE}").tolist()
         return rows, columns
@@ -207,7 +209,7 @@ def _summaries(modules: Iterable[_Module]) -> Iterable[ModuleSummary]:
 
 
 def _kind(name: str) -> str:
-    """Return the kind of a module without its layer: `self_attn.q_proj`, `embedding`, `norms`, `head`."""
+    """Return the kind of a module: `embedding`, `norms`, `head`, or the name without its layer: `self_attn.q_proj`."""
     last = name.rpartition(".")[2]
     if last.endswith("norm") or last.startswith("ln_"):
         return "norms"
@@ -219,7 +221,7 @@ def _kind(name: str) -> str:
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
-    """Read the metadata that quantkit writes into a JSON file of a checkpoint; empty if the file does not exist.
+    """Return the metadata in a JSON file that quantkit wrote into a checkpoint; an empty dict if there is no such file.
 
     Raises:
         CheckpointError: the file exists but is not valid.
@@ -233,7 +235,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
 
 
 def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...], TowerRecord | None]:
-    """Return the recipe's name, the records of layers and the record of towers."""
+    """Return what a manifest records: the recipe's name, the records of layers and the record of towers."""
     recipe, result = section(manifest, "recipe"), section(manifest, "result")
     layers, records = result.get("layers"), []
     for layer in layers if isinstance(layers, list) else []:
@@ -247,7 +249,7 @@ def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, 
 
 
 def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an entry that should be an object; empty if it is missing or not an object."""
+    """Return an entry of a JSON object if the entry is an object itself, otherwise an empty dict."""
     entry = data.get(name)
     return entry if isinstance(entry, dict) else {}
 
@@ -278,7 +280,10 @@ def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
 
 
 def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str]]:
-    """Yield config entries that differ; none between a directory and a GGUF file, whose entries are not comparable."""
+    """Yield each config entry that differs, as (key, left value, right value).
+
+    A directory and a GGUF file have no comparable entries, so nothing is yielded for such a pair.
+    """
     if is_gguf(left) != is_gguf(right):
         return
     sides = [read_gguf(path).metadata if is_gguf(path) else read_config_file(path) for path in (left, right)]

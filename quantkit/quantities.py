@@ -24,13 +24,13 @@ def dtype_name(dtype: object) -> str:
 
 
 def fitting_group(size: int, width: int) -> int:
-    """Return the largest group size up to the requested one that divides a width and that engines support.
+    """Return a group size that divides a width: the requested one, or the largest smaller one that engines support.
 
     Args:
         size: requested group size.
         width: number of inputs.
     Returns:
-        The requested size if it divides the width, or if no smaller size in `GROUP_SIZES` does.
+        The chosen size; if neither the requested size nor a smaller one in `GROUP_SIZES` fits, the requested size.
     """
     smaller = (other for other in GROUP_SIZES if other < size and width % other == 0)
     return size if width % size == 0 else next(smaller, size)
@@ -60,7 +60,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def as_percent(share: float) -> str:
-    """Format a share of 1 in per cent with two digits: `7.5 %` or `76 %`."""
+    """Format a share (1 = all) in per cent with two digits: `7.5 %` or `76 %`."""
     return f"{100 * share:.2g} %" if abs(share) < 0.095 else f"{100 * share:.0f} %"
 
 
@@ -80,20 +80,20 @@ def times(ratio: float) -> str:
 
 
 def byte_size(num_bytes: float | None) -> str:
-    """Format bytes in the largest binary unit that gives at least one: `1.5 GiB`, `12 bytes`."""
+    """Format bytes in the largest binary unit in which the number is at least 1: `1.5 GiB`, `12 bytes`."""
     if num_bytes is None:
         return MISSING
     if num_bytes < 1024:
         return f"{num_bytes:.0f} byte{'' if num_bytes == 1 else 's'}"
     power = 1
-    # 1023.96 would be printed as 1024.0, so it takes the next unit.
+    # 1023.96 would be printed as 1024.0, so the next unit is used for it.
     while round(num_bytes / 1024**power, 1) >= 1024 and power < len(_BINARY_UNITS):
         power += 1
     return f"{num_bytes / 1024**power:.1f} {_BINARY_UNITS[power - 1]}"
 
 
 def decimal_bytes(num_bytes: float) -> str:
-    """Format bytes in decimal units, as bandwidths are: `850 kB`, `12.3 MB` or `4.65 GB`."""
+    """Format bytes in decimal units, which are usual for bandwidths: `850 kB`, `12.3 MB` or `4.65 GB`."""
     size, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= pair[0]), (1e3, "kB"))
     return f"{short(num_bytes / size)} {unit}"
 
@@ -135,8 +135,8 @@ def parse_bytes(size: int | str, what: str = "memory") -> int:
     """Parse bytes: `24GiB` is 24 * 2^30, `24GB` is 24 * 10^9, a plain number is bytes.
 
     Args:
-        size: the text.
-        what: what the bytes are of, for messages.
+        size: the text, or a number of bytes.
+        what: name of the quantity, for messages.
     Raises:
         InputError: the text is not an amount of at least one byte.
     """

@@ -1,4 +1,4 @@
-"""Look up the modules of a package by file name. Every module file is a member; it is imported on first use.
+"""Look up the modules of a package by file name. Every public module file is a member, which is imported on first use.
 
 There are no entry points, decorators or import side effects.
 """

@@ -8,14 +8,15 @@ from typing import Any
 
 
 def setting(default: Any, text: str, **option: Any) -> Any:
-    """Define a field with its description. If `flag` is given, commands that create the class get an option for it.
+    """Define a dataclass field with its description. If `flag` is given, commands can offer the field as an option.
 
     Args:
         default: default value. If it is a tuple, the option is repeatable.
         text: description, as `--help` prints it.
         option: properties of the option: `flag` (`--seed`, `-o --output FILE`, `--bos/--no-bos`); `choices`; the
             inclusive bounds `minimum` and `maximum` and the exclusive bounds `above` and `below`; `kind`, the type of a
-            value if default and bounds do not determine it; `commas` for several values in one, `1,8`; `read`, a
-            function that parses the text; `shown`, printed as the default.
+            value, needed if default and bounds do not determine the type; `commas`, true if one argument may list
+            several values, as in `1,8`; `read`, a function that parses the text; `shown`, the default that `--help`
+            prints.
     """
     return field(default=default, metadata={"text": text, **option})

@@ -1,6 +1,7 @@
 """Upload a finished checkpoint to the Hugging Face hub, with a model card: contents, origin, and how to serve it.
 
-Only the checkpoint's files and the card are uploaded. The licence is taken from the source and never guessed.
+Only the checkpoint's files and the card are uploaded. The licence comes from the source model's card and is never
+guessed.
 """
 
 import re
@@ -40,7 +41,7 @@ def find_origin(model: str | Path | None) -> dict[str, Any]:
 
 
 def card_entries(folder: Path) -> dict[str, Any]:
-    """Read the entries of a model's card that the card of a compressed version repeats.
+    """Read the entries of a model's card that are copied into the card of its compressed version.
 
     Raises:
         ModelError: the front matter is not valid, or a link leads out of the folder.
@@ -58,7 +59,7 @@ def card_entries(folder: Path) -> dict[str, Any]:
 
 
 def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
-    """Write the text of a model card.
+    """Return the text of a model card.
 
     Args:
         checkpoint: directory or GGUF file.
@@ -81,7 +82,7 @@ def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
 
 
 def _repeating(made_by: Mapping[str, str]) -> list[str]:
-    """Return the sections of a card that say how to make a GGUF file again; none if the file does not say it."""
+    """Return the sections of a card that say how to make a GGUF file again; none if the file holds no recipe."""
     recipe = made_by.get("quantkit.recipe")
     if recipe is None:
         return []
@@ -109,13 +110,13 @@ def push(
         repo: id of the repository, `user/name`.
         origin: entries of the card about the source, see `find_origin`.
         private: whether a new repository is private.
-        endpoint: address of the hub; None = the default, or the environment's.
+        endpoint: address of the hub; None = the address in the environment variable HF_ENDPOINT, or the default.
         token: access token; None = the token of `hf auth login`.
     Returns:
         Address of the repository.
     Raises:
         InputError: `repo` is not a valid repository id.
-        ModelError: a link in the directory leads out of it, so that files outside would be uploaded.
+        ModelError: a link in the directory points outside, so files from elsewhere would be uploaded.
         OutputError: the hub refuses the upload or cannot be reached.
     """
     path = Path(checkpoint)

@@ -75,7 +75,7 @@ LAYERS = {
     "settings": 0,
     "machine": 0,  # its cores, devices and memory
     "safety": 0,  # bounds on what other people's files cause
-    "native": 0,  # C, compiled at first use
+    "native": 0,  # C libraries
     "distributed": 1,  # work that several processes share
     "quantities": 0,
     "demo": 0,  # data

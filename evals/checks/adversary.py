@@ -125,11 +125,6 @@ CASES = {
         ),
         files=_in("q", OURS),
     ),
-    "kernels": Case(
-        arguments=("generate", "c", "--prompt", "The"),
-        files=("home/quantkit/native/*.so",),
-        weight=0.2,  # each compiles anew
-    ),
     "search": Case(
         arguments=(
             *("search", "m", "--recipe", "recipe.yaml", "--bits", "9", "--candidates", "int4:32", "--tokens", "64"),
@@ -198,8 +193,6 @@ def prepare(material: Path, cases: list[str]) -> None:
     if needed & {"g", "m.gguf"}:
         run_command(material, *["quantize", "m", "--recipe", "rtn-int4", "--set", "format=gptq", "-o", "g"])
         run_command(material, *["convert", "g", "--to", "gguf", "-o", "m.gguf"])
-    if "kernels" in cases:
-        run_command(material, *CASES["kernels"].arguments)
     if "q/report.json" in needed:
         run_command(material, *["verify", "q", "--baseline", "m"], *VERIFIED)
         shutil.copytree(material / "q", material / "r")
@@ -248,7 +241,7 @@ def run(material: Path, drawn: tuple[int, str | None], cases: list[str], limit: 
 
 def _copied(material: Path, work: Path, case: Case) -> None:
     """What a case names, and what is small."""
-    named = {word.split("/")[0] for word in (*case.arguments, *case.files)} | {"home"}
+    named = {word.split("/")[0] for word in (*case.arguments, *case.files)}
     work.mkdir(parents=True)
     for path in material.iterdir():
         if path.is_file() and (path.name in named or path.stat().st_size < 1 << 16):

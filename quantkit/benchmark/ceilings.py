@@ -1,4 +1,4 @@
-"""The two limits of a machine (memory bandwidth and compute), and the share of them that a step reaches (roofline).
+"""The two limits of a machine, memory bandwidth and compute, and the share of each that a step reaches (roofline).
 
 Data sheet figures are not reachable, and a shared machine is slower than an idle one. So the limits are measured just
 before a run, by a plain read and a plain matrix product with the same threads. More than 100 % of the bandwidth means
@@ -34,7 +34,7 @@ class Ceilings:
         device: the device.
         threads: number of torch threads, on a CPU.
         bytes_per_s: memory bandwidth: on a CPU, of reading; on a GPU, of reading or copying, whichever is higher.
-        flops_per_s: operations per second of a square matrix product by dtype name, e.g. {"bfloat16": 2.1e11}.
+        flops_per_s: operations per second of a square matrix product, keyed by dtype name, e.g. {"bfloat16": 2.1e11}.
     """
 
     device: str
@@ -102,7 +102,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:
-    """Return the typical decode step of a run; None for the length sweep, or if no step only decoded."""
+    """Return the typical decode step of a run; None for the length sweep, or if no step is typical."""
     step = typical_step(run)
     # The sweep mixes lengths, so none of its steps is typical.
     if step is None or run.workload.name == SWEEP_NAME:
@@ -131,7 +131,7 @@ def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: in
         run: a run with a concurrency of 1.
         cost: bytes and operations of the model's steps.
         ceilings: limits of the machine.
-        budget: tokens per chunk.
+        budget: number of tokens per prompt chunk.
     """
     timings = [timing for timing in run.requests if timing.token_s]
     if run.workload.concurrency != 1 or not timings:
@@ -151,7 +151,7 @@ def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: in
 
 
 def break_even_rows(read_bytes: float, row_flops: float, bytes_per_s: float, flops_per_s: float) -> float:
-    """Return the batch rows above which the products take longer than reading the weights.
+    """Return the number of batch rows above which the products take longer than reading the weights.
 
     Below this number, a step takes the same time for every batch size. Above it, fewer bytes per weight bring no gain.
 
@@ -160,7 +160,8 @@ def break_even_rows(read_bytes: float, row_flops: float, bytes_per_s: float, flo
         row_flops: operations per row.
         bytes_per_s, flops_per_s: limits of the machine.
 
-    Example: 16-bit weights have 2 bytes for 2 operations, so at 4.3 TB/s and 780 TFLOP/s the rows are 780 / 4.3 = 181.
+    Example: a 16-bit weight has 2 bytes and needs 2 operations per row, so at 4.3 TB/s and 780 TFLOP/s the number of
+    rows is 780 / 4.3 = 181.
     """
     return (read_bytes / bytes_per_s) / (row_flops / flops_per_s)
 
@@ -192,13 +193,13 @@ def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
     return [
         DecodeStep(batch=len(contexts), context=sum(contexts), seconds=after - before)
         for (before, after), contexts in sorted(contexts_by_span.items())
-        # No prompt was under way, that is between its arrival and its first token, which may come in this very step.
+        # Leave out steps with a prompt between its arrival and its first token, which may come in this very step.
         if not any(arrived < after and before < first for arrived, first in starts)
     ]
 
 
 def typical_step(run: BenchmarkRun) -> DecodeStep | None:
-    """Return the median step of the largest batch size with at least a tenth of the steps; None without steps."""
+    """Return the median step of the largest batch size that at least a tenth of the steps have; else None."""
     steps = decode_steps(run)
     counts = Counter(step.batch for step in steps)
     # The beginning and the end of a run have smaller batches; a rare larger batch would give a median of few steps.

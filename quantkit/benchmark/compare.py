@@ -35,16 +35,16 @@ def measure_rounds(
     Args:
         options: what to measure.
         names: model names for reports.
-        run: sends a load to the model of the given index.
+        run: function that sends a load to the model with the given index, and returns the run.
         vocab_size: number of tokens that all models know; prompts are drawn from these.
         avoid: tokens that prompts must not contain.
         progress: called with a description of the current work.
     Returns:
-        For each model, its run of every workload with rounds joined.
+        For each model, one run per workload, which joins all rounds.
     """
     workloads = options.workloads()
     rounds: dict[tuple[int, str], list[BenchmarkRun]] = {}
-    # Workloads with the same requests, continuous and in static batches, take turns, because they are compared.
+    # A closed loop and its static batches have the same requests. They take turns, because they are compared.
     twins: dict[str, list[Workload]] = {}
     for workload in workloads:
         twins.setdefault(request_key(workload), []).append(workload)
@@ -60,13 +60,13 @@ def measure_rounds(
 
 
 def turns(num_rounds: int, count: int = 2) -> list[int]:
-    """Return the order of two models, 0 the first and 1 the second; three rounds are A B, B A, A B."""
+    """Return the order in which several models run, as indices. Three rounds of two models are A B, B A, A B."""
     order = list(range(count))
     return [who for number in range(num_rounds) for who in (order if number % 2 == 0 else order[::-1])]
 
 
 def join_rounds(rounds: Sequence[BenchmarkRun]) -> BenchmarkRun:
-    """Join the rounds of one workload into one run, on a clock that pauses while the other model runs."""
+    """Join the rounds of one workload into one run, on a clock that pauses while other models run."""
     requests: list[RequestTiming] = []
     end = 0.0
     for number, run in enumerate(rounds):
@@ -176,5 +176,5 @@ def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return half of largest minus smallest, as a share of the median."""
+    """Return half the difference of the largest and the smallest value, as a share of the median."""
     return (max(values) - min(values)) / 2 / statistics.median(values)

@@ -22,8 +22,8 @@ from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_cou
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
 from quantkit.results.statistics.summary import percentile
 
-_PAYS = 0.6  # of the tokens per second that a batch would bring if its steps took no longer
-_BOUND = 0.4  # of the floor: from here on the floor explains a step, below something else does
+_PAYS = 0.6  # share of the tokens per second that a batch would bring if its steps took no longer
+_BOUND = 0.4  # floor over step time: from here on the floor explains a step; below, something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
 _BUSY = 0.5  # p75 - p25 over p50 of ITL
@@ -72,7 +72,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
     findings = [] if baseline is None else list(_compared(result, baseline))
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
     if runs:
-        # A run with random arrivals has no concurrency; it serves as the one without load only if there is no other.
+        # A run with random arrivals has no concurrency; it counts as unloaded only if there is no other run.
         alone = min(runs, key=lambda run: run.workload.concurrency or 1_000_000)
         decode = sorted((r for r in result.roofline if r.phase == "decode"), key=lambda r: r.batch)
         prefill = next((r for r in result.roofline if r.phase == "prefill"), None)
@@ -88,7 +88,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
 
 
 def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> Iterator[Finding]:
-    """Compare two models measured in alternating rounds, and the ratio that their bytes would allow."""
+    """Compare two models measured in alternating rounds, and give the ratio that the roofline would allow."""
     for ratio in compare_results(result, baseline):
         if ratio.metric in ("TTFT", "ITL"):
             yield _finding(
@@ -174,13 +174,13 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
 
 
 def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tuple[str, float]:
-    """Name what to make smaller, and the bytes per step that this saves."""
+    """Return advice on what to make smaller, and the bytes per step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
         if kv_cache not in _SMALL_CACHES:
             # Half of 16 bits, less what the scales add.
             return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
-        return ("Take --kv-cache int4." if kv_cache != "int4" else "Shorten contexts."), cached * 0.45
+        return ("Use --kv-cache int4." if kv_cache != "int4" else "Shorten contexts."), cached * 0.45
     linears = weights - cost.head_bytes
     to_int4 = "Quantize the weights to 4 bits (awq-int4, gptq-int4).", linears * (1 - _INT4_BYTES / now)
     if now > 1.5 * _INT8_BYTES:
@@ -190,13 +190,13 @@ def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tupl
     if now > 1.3 * _INT4_BYTES:
         return to_int4
     return (
-        "Use speculation (--speculate ngram, or a small draft model): it gives several tokens per reading of the "
-        "weights."
+        "Use speculation (--speculate ngram, or a small draft model): it gives several tokens each time the weights "
+        "are read."
     ), 0.0
 
 
 def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]:
-    """Report the rows above which products take longer than reading weights: unquantized, and in at most 4 bits."""
+    """Report from which batch on products take longer than reading the weights, unquantized or in at most 4 bits."""
     if cost.product == "int8" or not cost.parameters:
         return
     speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
@@ -233,7 +233,7 @@ def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -
         cost=cost,
         tokens=cost.read_bytes / cost.kv_token_bytes,
         grows=grows,
-        smaller="Take --kv-cache int4." if result.kv_cache in _SMALL_CACHES else "Quantize it: --kv-cache int8.",
+        smaller="Use --kv-cache int4." if result.kv_cache in _SMALL_CACHES else "Quantize the cache: --kv-cache int8.",
         most=1 / (1 - 0.48 * share),
     )
 
@@ -263,7 +263,7 @@ def _spread(runs: Sequence[BenchmarkRun], batch: int) -> tuple[float, float]:
 
 
 def _busy(run: BenchmarkRun) -> Iterator[Finding]:
-    """Report gaps that vary although the request had the engine to itself; other processes cause this."""
+    """Report gaps between tokens that vary although a request had the engine to itself; other processes cause this."""
     gaps = run.inter_token_s
     if run.workload.concurrency != 1 or len(gaps) < 20:
         return

@@ -1,8 +1,8 @@
-"""Benchmark over HTTP: sends a load to a server and records what a client sees, the same way for every engine.
+"""Benchmark over HTTP: send a load to a server and record what a client sees, in the same way for every engine.
 
-A token's timestamp is the time at which its event has been read. If a server sends several tokens in one event, as
-quantkit does for slow clients, they share the timestamp. If there are fewer events than tokens counted by the server,
-tokens are spread evenly over the events.
+A token's timestamp is the time at which the client has read the event that contains the token. If a server sends
+several tokens in one event, as quantkit does for slow clients, these tokens share the timestamp. If there are fewer
+events than tokens counted by the server, tokens are spread evenly over the events.
 """
 
 import asyncio

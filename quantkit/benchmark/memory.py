@@ -1,8 +1,9 @@
 """Predicted and observed memory: weights, KV pool, residual windows, activations, and their sum, the peak.
 
-Observed values are counted on existing tensors, not taken from the code that made them. On CUDA, the peak is the
-allocator's. On a CPU, it is the sum of the parts, because the process also holds libraries, and the system allocates
-pages of the pool only when they are written. The total memory of the process is reported separately.
+Observed values are counted on existing tensors, not taken from the code that made them. The peak is the sum of
+the parts, not the memory of the process: the process also holds libraries, and the system allocates pages of the pool
+only when they are written. On CUDA, activations come from the allocator's statistics. The memory of the process (on
+CUDA, the memory that the allocator keeps beyond the peak) is reported separately.
 """
 
 import gc
@@ -46,13 +47,13 @@ def observed_cache_bytes(cache: KVCache | None) -> int:
 
 
 def observed_activation_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that some work held at once in newly created tensors.
+    """Return the peak of the bytes held in tensors that `work` creates.
 
     On CUDA it reads the allocator's statistics. On a CPU it tracks the results of all operations until they are freed;
     scratch space inside an operation is not counted.
 
     Args:
-        work: e.g. one step of an engine.
+        work: function to measure, e.g. one step of an engine.
         device: the device.
     """
     if device.type == "cuda":
@@ -73,10 +74,12 @@ def process_bytes(device: torch.device) -> int | None:
 
 
 def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOptions) -> tuple[MemoryRecord, ...]:
-    """Return one record per part, with activations for the largest possible step, and one for their sum.
+    """Return one record per part, one for their sum, and one for memory that cannot be predicted.
+
+    Activations are those of the largest possible step.
 
     Args:
-        llm: loaded and idle.
+        llm: loaded, idle model.
         prediction: prediction from headers; None if there is none.
         options: options of the benchmark, which determine the largest step.
     """
@@ -128,7 +131,7 @@ def _total(parts: Iterable[int | None]) -> int | None:
 
 
 def _rest(peak: MemoryRecord, device: torch.device) -> MemoryRecord:
-    """Return memory that cannot be predicted: on a CPU, of the whole process; on CUDA, kept by the allocator."""
+    """Return a record of unpredictable memory: the whole process on a CPU, the allocator's reserve on CUDA."""
     held = process_bytes(device)
     if device.type == "cpu":
         note = "resident now; this includes Python and libraries, and pool pages only after they are written"
@@ -175,7 +178,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
             if isinstance(given, Tensor):
-                self._follow(given, counted=False)  # tensors from before, whose storage views may share
+                self._follow(given, counted=False)  # existing tensors, whose storage new views may share
         result = func(*args, **(kwargs or {}))
         for made in tree_iter(result):
             if isinstance(made, Tensor):

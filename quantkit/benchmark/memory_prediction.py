@@ -62,7 +62,7 @@ class Prediction:
 
         Args:
             tokens: T, new tokens of the step.
-            context: L, length of its longest sequence.
+            context: L, length of the longest sequence in the step.
             rows: number of rows whose logits are computed.
         """
         config, size, hidden = self.config, self.dtype.itemsize, self.config.hidden_size
@@ -80,11 +80,11 @@ class Prediction:
         if config.experts is not None:  # one expert at a time, with its tokens gathered
             mlp = 7 * hidden + 3 * max(config.experts.width, config.experts.shared_width or 0)
         layer = tokens * max(attention, mlp) * size
-        if not self.native:  # plain torch copies queries, keys and values, those in the cache too
+        if not self.native:  # plain torch copies queries, keys and values, including those in the cache
             copied = tokens * (attention + queries + 2 * keys) + 4 * keys * max(0, context - tokens)
             layer = max(layer, copied * size)
         head = rows * (hidden * size + config.vocab_size * (size + 4)) + 2 * tokens * hidden * size
-        return max(layer, head) + tokens * config.head_dim * 4  # and the angles of all new tokens
+        return max(layer, head) + tokens * config.head_dim * 4  # plus the rotary angles of all new tokens
 
 
 def predict(
@@ -102,8 +102,8 @@ def predict(
         path: the model directory.
         dtype, device, kv_cache, page_size, head_dtype: as for `LLM`.
     Returns:
-        None for a model that only transformers runs, whose memory layout is unknown, and for one that cannot be loaded;
-        the loader reports the reason.
+        The prediction; None if only transformers can run the model, so that its memory layout is unknown, or if the
+        model cannot be loaded. The loader reports the reason later.
     """
     target = torch.device(device)
     on_cpu = target.type == "cpu" and cpu.library() is not None
@@ -149,7 +149,7 @@ def max_length(model: Path | str | None) -> int | None:
 
 @dataclass(kw_only=True, slots=True)
 class _HeaderWeights(Weights):
-    """Weights of which only headers are read; counts the bytes that they would take. *Mutable*.
+    """Weights of which only headers are read, to count the bytes that the weights would take. *Mutable*.
 
     Args:
         target: device on which the model would run.
@@ -198,7 +198,7 @@ class _HeaderWeights(Weights):
         return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype
 
     def head(self, head_dtype: str | None) -> None:
-        """Count the output head, or a copy of the embedding if that cannot serve as the head directly."""
+        """Count the output head, or a copy of the embedding if the embedding itself cannot serve as the head."""
         name, rows, width = self.config.family.head, self.config.vocab_size, self.config.hidden_size
         tied, table = self.config.tied, self.stored(f"{self.config.family.embedding}.weight")
         if head_dtype is not None:
@@ -214,7 +214,7 @@ class _HeaderWeights(Weights):
         self.num_bytes += _laid_out_bytes(rows, width, scheme, bias, stored, self.dtype, self.target)
 
     def _scheme(self, name: str) -> LinearScheme | None:
-        """Return the scheme of a quantized linear; None if it is stored unquantized."""
+        """Return the scheme of a quantized linear; None if the linear is stored unquantized."""
         return stored_scheme(name, self._local.get(name, set()), self.scheme)
 
 
@@ -231,13 +231,13 @@ def _laid_out_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Return the bytes of a linear (N, K), computed by its kernel from a smaller one of zeros.
+    """Return the bytes of a linear (N, K) in the layout of its kernel, extrapolated from smaller linears of zeros.
 
     Args:
         rows, width: N and K.
         scheme: scheme of the stored weight; None = unquantized.
         bias: whether there is a bias.
-        stored: dtype in the checkpoint; for quantized weights, of the scales.
+        stored: dtype of the weight in the checkpoint; for quantized weights, dtype of the scales.
         dtype, device: dtype and device of the computation.
     """
     if rows >= 3 * _ROWS:

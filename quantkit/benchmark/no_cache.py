@@ -1,4 +1,4 @@
-"""Gain of a KV cache: the same text is generated with it, and by recomputing the whole context for every token.
+"""Measure the gain of a KV cache: generate a text with the cache, and by recomputing the whole context for each token.
 
 Recomputing uses the same engine, kernels and chunks: each token is a separate request whose prompt is all text before
 it. So the cache is the only difference. Prefix caching must be off.
@@ -16,7 +16,7 @@ _MARKS = (1, 10, 30, 100, 300, 1000, 3000, 10_000)
 
 
 class Mark(NamedTuple):
-    """Seconds until this many tokens were generated, with and without the cache, and the ratio of both."""
+    """Seconds until this many tokens were generated, with and without the cache, and the ratio of both times."""
 
     new_tokens: int
     cached_s: float
@@ -30,8 +30,8 @@ class CacheComparison:
 
     Args:
         cached, recomputed: timestamps of the tokens.
-        num_same: number of leading new tokens that are equal in both texts; ties may make later ones differ, because
-            batches round differently.
+        num_same: number of leading new tokens that are equal in both texts. Later tokens may differ after a tie,
+            because batches round differently.
     """
 
     cached: RequestTiming

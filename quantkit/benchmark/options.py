@@ -21,7 +21,7 @@ def _goodput_limit(metric: str, flag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkOptions:
-    """Settings of a measurement. The text of each field describes it; `static` also measures static batches.
+    """Settings of a measurement. The text of each field describes it; with `static`, static batches are measured too.
 
     Raises:
         RequestError: a number is out of range, or there is nothing to measure.

@@ -31,8 +31,8 @@ class BenchmarkTarget:
     Args:
         name: name given by the user.
         llm: the model, loaded without prefix cache.
-        prediction: prediction of its memory, made before loading; None if there is none.
-        cost: bytes and operations of its steps.
+        prediction: prediction of the model's memory, made before loading; None if there is none.
+        cost: bytes and operations of the model's steps.
     """
 
     name: str
@@ -105,7 +105,7 @@ def measure_targets(
     """Measure one model, or several in alternating rounds with the same requests; see `compare`.
 
     Args:
-        targets: loaded and idle.
+        targets: loaded, idle models.
         options: what to measure.
         ceilings: limits of the machine, measured just before.
         progress: called with a description of the current work.
@@ -129,7 +129,7 @@ def measure_served(
     settings: Mapping[str, Any] | None = None,
     progress: Progress = lambda _: None,
 ) -> BenchmarkResult:
-    """Load a model into vLLM, measure every workload with the same requests and clock, and unload it.
+    """Load a model into vLLM, measure every workload as for quantkit's engine, and unload the model.
 
     Memory is not reported, because vLLM reserves more than a model needs; ceilings are not reported either.
 

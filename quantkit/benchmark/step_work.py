@@ -1,8 +1,8 @@
 """Bytes and operations of one step of a loaded model, computed from its layers, not measured.
 
-It counts every weight that a step reads, once; the cached keys and values that it reads; and the new keys and values
-that it writes. It does not count activations, which stay in the processor's caches at these sizes, or the embedding
-rows of the tokens.
+The bytes include every weight that the step reads, once; the cached keys and values that it reads; and the new keys and
+values that it writes. They do not include activations, which stay in the processor's caches at these sizes, or the
+embedding rows of the tokens.
 Shapes: B sequences, T new tokens of all sequences together, L tokens of context per sequence.
 """
 
@@ -27,9 +27,9 @@ class Cost:
         read_bytes: bytes of weights that a step of one sequence reads.
         expert_bytes: bytes of experts within `read_bytes`; larger batches read more experts.
         expert_share: share of a layer's experts that each token uses; 1 without experts.
-        parameters: number of weights that one token is multiplied with, without the head.
+        parameters: number of weights, without the head, by which one token is multiplied.
         head_parameters, head_bytes: number of weights and bytes of the head.
-        layers: cache or state of each layer, and its form.
+        layers: cache or state of each layer, and the form in which it is kept.
         kv_budget: maximum number of tokens per sequence that the cache keeps; None = all.
         product: number type of the products, e.g. "bfloat16" or "int8".
     """
@@ -46,7 +46,7 @@ class Cost:
 
     def weight_bytes(self, tokens: int) -> int:
         """Return the bytes of weights that a step of this many tokens reads, if tokens choose experts at random."""
-        # Expected share of experts that any of the tokens picks, over that of one token.
+        # Expected share of experts that at least one token picks, divided by the share that one token picks.
         grown = (1 - (1 - self.expert_share) ** tokens) / self.expert_share
         return round(self.read_bytes + self.expert_bytes * (grown - 1))
 
@@ -87,7 +87,7 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
 
     Args:
         model: loaded model. A model run by transformers is counted by its bytes, without attention.
-        layouts: layouts of its KV cache.
+        layouts: layouts of the model's KV cache.
     """
     if not isinstance(model, NativeModel):
         return Cost(
@@ -123,7 +123,7 @@ def product_type(model: Model) -> str:
 
 
 def linear_kinds(model: Model) -> dict[str, int]:
-    """Return the number of linears by number type and kernel, most frequent first."""
+    """Return the number of linears, keyed by number type and kernel, most frequent first."""
     if not isinstance(model, NativeModel):
         return {}
     counts = Counter(linear.description for block in model.blocks for linear, _ in _linears(block))

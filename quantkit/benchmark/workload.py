@@ -68,7 +68,7 @@ def poisson(rate_per_s: float, *, num_requests: int | None = None, **sizes: int)
 
 
 def length_sweep(*, prompt_tokens: int, new_tokens: int, seed: int = 0) -> Workload:
-    """Return a workload of single requests with prompts from short to long and back, as the two fits need.
+    """Return a workload of single requests with prompts from short to long and back, as `fit_itl` and `fit_ttft` need.
 
     Args:
         prompt_tokens: tokens of the longest prompt.
@@ -91,7 +91,7 @@ def make_load(
         avoid: tokens that are never drawn, e.g. end tokens.
         spread: lengths are drawn uniformly from (1 - spread) times the workload's length up to this length; 0 = all
             equal.
-        turn: number of the repetition; each has different prompts of the same lengths.
+        turn: number of the repetition; each repetition has different prompts of the same lengths.
     """
     key = request_key(workload)
     # Two generators, so that lengths stay the same over turns while prompts change.
@@ -118,22 +118,22 @@ def check_capacity(workloads: Sequence[Workload], capacity: int, what: str) -> N
     Args:
         workloads: workloads to send.
         capacity: maximum number of tokens of one sequence.
-        what: what limits it, e.g. "the context of demo".
+        what: what limits `capacity`, e.g. "the context of demo".
     Raises:
-        RequestError: a request does not fit; the message says what would.
+        RequestError: a request does not fit; the message gives the largest length that fits.
     """
     for workload in workloads:
         prompt, new = workload.prompt_tokens, workload.new_tokens
         if prompt + new > capacity:
             flag, most = ("prompt", capacity - new) if new < capacity else ("new", capacity - 1)
             raise RequestError(
-                f"prompts of {prompt} tokens and {new} new ones need {prompt + new}, but {what} is {capacity} tokens; "
-                f"--{flag}-tokens can be {most} at most"
+                f"prompts of {prompt} and answers of {new} tokens need {prompt + new} tokens, but {what} is {capacity} "
+                f"tokens; --{flag}-tokens can be {most} at most"
             )
 
 
 def _lengths(workload: Workload, number: int, chance: random.Random, spread: float) -> tuple[int, int]:
-    """Return the prompt and answer tokens of a request; numbers below 0 are warm-up."""
+    """Return the numbers of prompt and answer tokens of a request; requests numbered below 0 are warm-up."""
     if workload.name == SWEEP_NAME:
         step = max(0, number) % (2 * _SWEEP_PARTS)
         # Up and down again: otherwise a drift of the machine would look like a slope.
@@ -168,8 +168,8 @@ class Driver:
 
     Args:
         engine: engine to run.
-        clock: returns seconds and never goes back.
-        sleep: waits for this many seconds.
+        clock: function that returns seconds and never goes back.
+        sleep: function that waits for a number of seconds.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Driver:
         Args:
             prompt: prompt token ids.
             new_tokens: number of tokens to generate, ignoring end tokens.
-            arrived_s: time at which it was due; None = now.
+            arrived_s: time at which the request was due; None = now.
         """
         now = self.clock()
         # The clock is read first, so that the time in which the engine admits the request counts.
@@ -236,7 +236,7 @@ def run_load(
     Args:
         engine: an idle engine.
         load: requests to send.
-        clock, sleep: replaced in tests.
+        clock, sleep: see `Driver`; tests replace them.
     Returns:
         The measured requests in order of sending, without warm-up.
     """

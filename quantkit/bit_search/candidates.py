@@ -1,7 +1,7 @@
 """Candidates of a search: a number type and a group size for a fused group, written `int4:32`.
 
-The search leaves out candidates that the format cannot store, alone or beside others, and says so in a note. Engines do
-not load zero points beside weights of another scheme, so every candidate is symmetric.
+The search leaves out candidates that the format cannot store, alone or together with others, and says so in a note.
+Engines do not load zero points beside weights of another scheme, so every candidate is symmetric.
 """
 
 import math
@@ -22,7 +22,7 @@ from quantkit.planning.memory import from_linear
 
 FINE = 32  # size of the finer groups that are tried too, if the base recipe has larger ones
 SKIP = "skip"
-_NOWHERE = "search-trial"  # an output that no plan of this module is carried out to
+_NOWHERE = "search-trial"  # output path of this module's plans, which are never carried out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The candidate as users write it, e.g. `int4:32`, or `q4_k`, whose groups are fixed."""
+        """The candidate as users write it, e.g. `int4:32`, or only `q4_k` for a type with fixed groups."""
         return self.dtype if self.dtype in GGML_TYPES else f"{self.dtype}:{self.group_size}"
 
     @property
@@ -54,10 +54,13 @@ class Candidate:
 
 
 def base_groups(base: Recipe) -> int | str:
-    """Return the group size of the recipe that a search starts from: a number (strict or not) or "channel".
+    """Return the group size of the recipe that a search starts from: a number or "channel".
+
+    Whether the size is strict is ignored.
 
     Raises:
-        RecipeError: the recipe quantizes no weights, or shares scales in a way that candidates cannot.
+        RecipeError: the recipe quantizes no weights, or its scales are shared by block or by tensor, which no candidate
+            supports.
     """
     weights = base.source.get("weights")
     if weights is None:
@@ -79,7 +82,7 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
 
     Args:
         texts: such as `int4`, `int4:32` or `int8:channel`.
-        group_size: used for texts that give none.
+        group_size: group size for texts that do not give one.
     Raises:
         RecipeError: a text is not a candidate, or no candidate is left.
     """
@@ -117,7 +120,8 @@ def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
 def gguf_candidates() -> tuple[Candidate, ...]:
     """Return the types of a GGUF file: the K types, Q4_1 and Q8_0.
 
-    Rows that 256 does not divide get Q4_0, Q5_0, Q5_1 and Q8_0 in place of K types. Q4_1 lies between Q4_0 and Q5_0.
+    Rows whose length is not a multiple of 256 get Q4_0, Q5_0, Q5_1 and Q8_0 instead of K types. For such rows, Q4_1
+    fills the gap between Q4_0 and Q5_0.
     """
     return read_candidates(("q2_k", "q3_k", "q4_k", "q4_1", "q5_k", "q6_k", "int8:32"), FINE)
 
@@ -152,7 +156,7 @@ def trial(base: Recipe, candidate: Candidate) -> Recipe:
 
 
 def override(patterns: Sequence[str], candidate: Candidate | None) -> dict[str, Any]:
-    """Return an entry of a recipe's `overrides` that gives these modules a candidate; None = ignore them."""
+    """Return an entry of a recipe's `overrides` that gives these modules a candidate; None = leave them unquantized."""
     return {"modules": list(patterns), **({"skip": True} if candidate is None else {"weights": candidate.weights})}
 
 
@@ -164,8 +168,8 @@ def usable(
     bits: float | None = None,
     num_bytes: int | None = None,
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Return the candidates that the model's widths and the recipe's format allow, each alone and mixed with another
-    candidate in one model.
+    """Return the candidates that the model's widths and the recipe's format allow, both alone and together
+    with another candidate in one model.
 
     Args:
         model: directory or hub id; None = the demo model.
@@ -175,15 +179,15 @@ def usable(
         bits: target, the maximum bits per weight; None = the target is not a number of bits.
         num_bytes: target, the maximum bytes of the whole output; None = the target is not a size.
     Returns:
-        The usable candidates in the given order, and one line for each of the others with the reason.
+        The usable candidates in the given order, and one line with the reason for each candidate that was left out.
     Raises:
         RecipeError: the base recipe has overrides, or no candidate can be used.
         ModelError: the model cannot be compressed.
-        GateFailure: even the smallest choice needs more than `bits` or `num_bytes`; says how many.
+        GateFailure: even the smallest choice needs more than `bits` or `num_bytes`; the message says how many.
     """
     if base.source["overrides"]:
         raise RecipeError(f"recipe {base.name!r} has overrides, which the search writes; remove them or use ignore")
-    kept: dict[Candidate, dict[str, LinearScheme]] = {}  # and the scheme of each linear under it
+    kept: dict[Candidate, dict[str, LinearScheme]] = {}  # scheme of each linear, keyed by candidate and full name
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
     weights = 0
     notes: list[str] = []
@@ -196,7 +200,7 @@ def usable(
                 notes.append(f"left out {candidate.name}: for this model's widths it is the same as {same[0]}")
                 continue
             sizes = _sizes(plan)
-            # A format may hold a scheme alone and not beside another one: the first block is tried among the others.
+            # A format may store a scheme alone but not beside another one, so try it in the first block only.
             first = next(iter(sizes)).rsplit(".", 2)[0]
             block = [name for name in sizes if name.rsplit(".", 2)[0] == first]
             if kept and len(block) < len(sizes):
@@ -218,7 +222,7 @@ def usable(
 
 
 def _require(target: str, limit: float | None, least: float, taken: str, names: list[str]) -> None:
-    """Refuse a target below the smallest choice."""
+    """Raise GateFailure if the limit of a target is below `least`, what the smallest choice takes."""
     if limit is not None and limit < least:
         raise GateFailure(
             f"{target.format(limit)} cannot be reached: the smallest candidates (of {', '.join(names[:4])}"
@@ -228,7 +232,7 @@ def _require(target: str, limit: float | None, least: float, taken: str, names: 
 
 
 def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return the number of weights and the stored bytes of each linear to quantize, by full name."""
+    """Return the number of weights and the stored bytes of each linear to quantize, keyed by full name."""
     sizes = {}
     for index, schemes in enumerate(plan.layers):
         shapes = plan.skeleton.linear_shapes(index)

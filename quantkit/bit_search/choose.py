@@ -1,13 +1,13 @@
 """Choose an option for each fused group: solve as if sensitivities were additive, then correct for interaction.
 
 Sensitivities are measured one group at a time, but quantizing one group changes the effect of another. So the search
-measures the chosen combination, moves each group one option up and one option down, and solves again with those numbers
-as long as the measured KL falls.
+measures the chosen combination, and how the KL changes if one group moves to its next better or cheaper option. It
+solves again with these changes, and repeats this as long as the measured KL falls.
 
 If the target is task accuracy, the search uses KL as a proxy, since the accuracy of a choice can be measured only after
-a model has been compressed with it. It assumes that the loss of accuracy is proportional to KL. The first estimate of
-the ratio of loss to KL comes from a coarsely quantized model (the candidate with the largest KL below 0.2, used for all
-groups), whose loss is large enough to measure. Later estimates come from models that missed the target.
+a model has been compressed with that choice. It assumes that the loss of accuracy is proportional to KL. The first
+estimate of the ratio of loss to KL comes from a coarsely quantized model (the candidate with the largest KL below 0.2,
+used for all groups), whose loss is large enough to measure. Later estimates come from models that missed the target.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from quantkit.runtime.llm import LLM
 if TYPE_CHECKING:
     from quantkit.bit_search.sensitivities import MeasuredGroups
 
-_ROUNDS = 3  # in which every group is moved; each round measures the model about twice per group
-_PAIRS = 6  # best pairs of moves to measure if making all moves together does not help
-_TRIES = 5  # to reach a KL: each corrects the limit by the ratio of summed and measured KL
+_ROUNDS = 3  # most rounds that try to move every group; each round measures the model about twice per group
+_PAIRS = 6  # most single moves and pairs of moves to measure if making all moves together does not help
+_TRIES = 5  # tries to reach a KL; each try scales the limit of the summed KL by target / measured KL
 
 
 Progress = Callable[[str], None]
@@ -44,7 +44,7 @@ def within_budget(
     Args:
         groups: the measured groups.
         budget: maximum bytes of all groups together.
-        rounds: number of times that every group is moved to its neighbouring options.
+        rounds: largest number of rounds; in each, every group is tried with its neighbouring options.
         progress: called with one line per event.
     Raises:
         GateFailure: even the cheapest options exceed the budget.
@@ -68,7 +68,7 @@ def within_budget(
 
 
 def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda _: None) -> Choice:
-    """Find the cheapest choice whose measured KL, all groups together, is at most `kl`.
+    """Find the cheapest choice whose KL, measured with all groups quantized together, is at most `kl`.
 
     Args:
         groups: the measured groups.
@@ -139,10 +139,10 @@ def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -
 
 
 def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[list[Option]]:
-    """Return the `next_options` of each group.
+    """Return the options that `next_options` selects for each group, with new sensitivities.
 
-    The sensitivity of an option is the change of the KL when this group takes the option and all other groups keep
-    theirs.
+    The new sensitivity of an option is the change of the KL when this group moves to the option and all other groups
+    keep their current options.
     """
 
     def beside(number: int, at: int) -> Option:
@@ -157,8 +157,8 @@ def _neighbours(groups: MeasuredGroups, choice: Choice, best: float) -> list[lis
 
 
 _SEEN = 0.5  # per cent: smaller losses count as this much, since the tasks have too few items to show them
-_STRICTER = (0.2, 0.7)  # how much of the KL remains after a miss, at least and at most
-_LARGEST = 4.0  # times the KL of the coarse model; the search does not extrapolate beyond
+_STRICTER = (0.2, 0.7)  # smallest and largest factor by which the KL to try shrinks after a miss
+_LARGEST = 4.0  # the search does not extrapolate beyond this multiple of the coarse model's KL
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a search for a GGUF file needs beside the linears: the type of embedding and head, and the bytes of the rest."""
+"""Parts of a GGUF file other than linears, for a search: the type of embedding and head, and the size of the rest."""
 
 import json
 import math
@@ -23,11 +23,11 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.model import NativeModel
 
 EMBEDDING = "embedding"
-# Type of embedding and head beside a candidate that no matrix is rounded to without calibration.
+# Type of embedding and head that corresponds to a candidate to which they cannot be rounded.
 _BESIDE = {"int5": "q5_k", "q5_1": "q5_k", "int6": "q6_k", "int8": "q8_0"}
-_ENTRIES = 4096  # bytes of the entries `quantkit.*` beside the list of modules in the recipe
-_LIST = "  - \n"  # around a module in the YAML of a recipe
-_PADDING = 32  # bytes behind a tensor, at most
+_ENTRIES = 4096  # bytes of the `quantkit.*` entries, without the module names in the recipe
+_LIST = "  - \n"  # text around each module name in the YAML of a recipe
+_PADDING = 32  # most padding bytes after a tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +35,9 @@ class CandidateForm:
     """How a matrix is stored under a candidate.
 
     Args:
-        num_weights: number of its weights.
-        num_bytes: bytes of its codes and scales.
-        scheme: name of its number type and groups.
+        num_weights: number of weights in the matrix.
+        num_bytes: bytes of the codes and scales.
+        scheme: name of the number type and groups.
     """
 
     num_weights: int
@@ -51,19 +51,19 @@ def makes_gguf(recipe: Recipe) -> bool:
 
 
 def embedding_type(candidate: Candidate) -> str:
-    """Return the type of embedding and head, a key of `MATRIX_BLOCKS`, that belongs to a candidate for linears."""
+    """Return the type of embedding and head, a key of `MATRIX_BLOCKS`, that corresponds to a candidate for linears."""
     return candidate.dtype if candidate.dtype in MATRIX_BLOCKS else _BESIDE.get(candidate.dtype, "q4_0")
 
 
 class Ends:
-    """Embedding and head of the original, whose values are rounded to a type of GGUF while `type_name` is set.
+    """Embedding and head of the original, whose values are rounded to a GGUF type while `type_name` is set.
 
     Args:
         original: the loaded original model.
     Attributes:
         modules: full names of embedding and head; of the embedding alone if the head is tied to it.
     Raises:
-        ModelError: the model does not use the native backend.
+        ModelError: quantkit runs the model through transformers.
     """
 
     def __init__(self, original: LLM) -> None:
@@ -79,7 +79,7 @@ class Ends:
 
     @property
     def type_name(self) -> str | None:
-        """Type of both, a key of `MATRIX_BLOCKS`; None = they are the original's."""
+        """Type to which both are rounded, a key of `MATRIX_BLOCKS`; None = both have their original values."""
         return self._type
 
     @type_name.setter
@@ -91,10 +91,10 @@ class Ends:
         self._type = name
 
     def group(self, candidate: Candidate) -> FusedGroup:
-        """Return embedding and head as a group in the type that belongs to a candidate."""
+        """Return embedding and head as one group to quantize, in the type that corresponds to a candidate."""
         infos, name = [self._reader.info(f"{module}.weight") for module in self.modules], embedding_type(candidate)
         return FusedGroup(
-            layer=0,  # whatever changes here, all layers run again
+            layer=0,  # a change of the embedding affects all layers, so all run again
             name=EMBEDDING,
             modules=self.modules,
             part=(self, "type_name"),
@@ -105,7 +105,7 @@ class Ends:
         )
 
     def stored(self, candidate: Candidate) -> dict[str, CandidateForm]:
-        """Return how the modules are stored in the type that belongs to a candidate."""
+        """Return how each module is stored in the type that corresponds to a candidate, keyed by full name."""
         name, shapes = embedding_type(candidate), {m: self._reader.info(f"{m}.weight").shape for m in self.modules}
         return {
             module: CandidateForm(
@@ -127,7 +127,7 @@ class Ends:
         return tables[0], build_linear(tables[-1], bias=bias, dtype=model.dtype, device=model.device)
 
     def _decoded(self, name: str, module: str) -> Tensor:
-        """Return a table (V, H) rounded to a type, in the model's dtype. Blocks are kept, since rounding takes long."""
+        """Return a weight (V, H), rounded to a GGUF type, in the model's dtype. Keep the blocks: rounding is slow."""
         shape = self._reader.info(f"{module}.weight").shape
         if (name, module) not in self._blocks:
             block = Block[matrix_block(name, shape[-1])]
@@ -137,12 +137,12 @@ class Ends:
 
 
 def rest_bytes(trial: Path, base: Recipe, stored: Mapping[str, CandidateForm], type_name: str) -> int:
-    """Return the most bytes that a file has besides the tensors that a search chooses types for.
+    """Return an upper bound of the bytes of a GGUF file outside the tensors whose types a search chooses.
 
     Args:
-        trial: folder of the model compressed with one candidate, of which a file is made and deleted again.
+        trial: folder of the model compressed with one candidate. Its GGUF file is made, measured and deleted.
         base: recipe that the search starts from.
-        stored: how these tensors are stored in the trial, by full name.
+        stored: how the tensors whose types the search chooses are stored in the trial, keyed by full name.
         type_name: type of embedding and head in the trial.
     """
     file = trial.with_name(f"{trial.name}.gguf")

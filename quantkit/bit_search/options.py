@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """Options of a search; `setting` describes the others.
+    """Options of a search. The text of a field's `setting` describes it; this list adds what the texts leave out.
 
     Args:
         recipe: base recipe; the search keeps its steps, calibration, format and ignored modules.

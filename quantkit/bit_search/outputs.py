@@ -23,7 +23,7 @@ from quantkit.output.writer import writing
 
 
 class SearchState:
-    """Measured numbers by key, saved after every measurement.
+    """Measured numbers, each with a key, saved after every measurement.
 
     Args:
         path: path of the file; read if it exists.
@@ -33,7 +33,7 @@ class SearchState:
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self._path, self._identity = path, json.loads(json.dumps(identity))  # tuples as lists, as it is read again
+        self._path, self._identity = path, json.loads(json.dumps(identity))  # tuples become lists, as in the saved file
         self._numbers: dict[str, float] = {}
         self.threads = threads_within_quota()  # the thread count of the first measurement
         self.resumed = 0
@@ -74,7 +74,7 @@ class Outputs:
 
     Args:
         work: folder of the trials and the measured numbers.
-        keep_work: keep that folder for further searches.
+        keep_work: whether to keep the folder `work` for further searches.
         recipe: stage of the recipe's file.
         checkpoint: stage of the compressed model; None = do not keep the model.
     """
@@ -95,7 +95,7 @@ class Outputs:
         A work folder that the user named with `--work` stays.
 
         Args:
-            trial: folder of the model that was compressed by the recipe.
+            trial: folder or GGUF file of the model that was compressed with the recipe.
         """
         with writing(self.recipe.output):
             self.recipe.promote(self.draft)
@@ -108,13 +108,14 @@ class Outputs:
 
 @contextmanager
 def open_outputs(output: Path, options: SearchOptions) -> Iterator[Outputs]:
-    """Lock the output paths before the search starts; refuse paths that it must not write.
+    """Lock the output paths before the search starts; refuse paths that must not be overwritten.
 
     Args:
         output: path of the recipe.
         options: options of the search; without `work`, trials lie in `<output>.search` until the search is done.
     Raises:
-        OutputError: a path holds something that quantkit did not make, is a link, or another process writes it.
+        OutputError: a path is a link, holds something that quantkit did not make, or is in use by another process; or
+            `output` does not end in .yaml or .yml.
     """
     if output.suffix not in (".yaml", ".yml"):
         raise OutputError(f"output {output} must be a recipe file; give a name that ends in .yaml")

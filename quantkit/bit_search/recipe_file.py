@@ -19,7 +19,10 @@ _FEW = 4  # the most modules of a group to list by name; larger groups get a pat
 
 
 def default_candidate(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> Candidate:
-    """Return the candidate chosen for most weights; it becomes the recipe's default, and never `skip`."""
+    """Return the candidate that is chosen for the most weights, for use as the recipe's default.
+
+    Unquantized groups do not count. If all groups are unquantized, return the first candidate.
+    """
     counts = Counter[int]()
     for group, number in zip(groups, choice, strict=True):
         if number < len(candidates):
@@ -28,7 +31,9 @@ def default_candidate(candidates: Sequence[Candidate], groups: Sequence[Measured
 
 
 def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> list[dict[str, Any]]:
-    """Return the overrides of the recipe: one for each chosen candidate other than the default.
+    """Return the overrides of the recipe: one entry for each chosen candidate other than the default.
+
+    Groups that stay unquantized also have one entry.
 
     Args:
         candidates: the candidates that `choice` indexes; an index past the last one means "skip".
@@ -46,7 +51,7 @@ def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], 
 
 
 def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str]:
-    """Return a comment for each group, by the first pattern of the group in an override."""
+    """Return a comment about each group, keyed by the first pattern that stands for the group in an override."""
     every = [name for group in groups for name in group.modules]
     return {
         _patterns(group.modules, every)[0]: f"layer {group.layer} {group.name}: "
@@ -56,7 +61,7 @@ def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str
 
 
 def _patterns(modules: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Return the modules' names; for many modules, one pattern that matches exactly these, if there is one."""
+    """Return the modules' names, or for many modules one pattern that matches them and nothing else in `every`."""
     if len(modules) > _FEW:  # nobody reads a recipe that lists hundreds of experts
         pattern = f"{common_owner(modules)}.*"
         if set(fnmatch.filter(every, pattern)) == set(modules):
@@ -69,9 +74,9 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
 
     Args:
         path: path of the file.
-        recipe: the recipe, which reading the file gives again.
+        recipe: the recipe; reading the file gives an equal recipe.
         remarks: comment lines at the top.
-        of_patterns: comment line by the pattern of an override that it is written above.
+        of_patterns: comment lines, keyed by the override pattern above which they are written.
     """
     source = recipe.source
     lines = [f"# {text}" for text in remarks]

@@ -57,7 +57,7 @@ from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 from quantkit.sweep.trials import Trial, TrialCommand, check_place, planned_bytes, run_trials
 
-_REFERENCE_BYTES = 2 << 30  # the most bytes of reference logits of the original
+_REFERENCE_BYTES = 2 << 30  # limit for the size of the original's reference logits
 _CHOSEN = ("name", "weights", "overrides", "embedding")  # fields of a recipe that a search sets
 _TRIES = 3  # recipes to compress and measure before the search gives up on a target
 
@@ -96,10 +96,10 @@ class _Search:
         model, target, options, progress: see `search_recipe`.
         outputs: locked output paths.
     Attributes:
-        held_out: windows that were not used to measure the groups.
+        held_out: windows that were not used to measure the groups; the same windows if the text has no others.
         data, text_sha256, num_tokens: name and digest of the text, and the number of tokens used to measure the groups.
         notes: remarks for the user.
-        trial: folder of the model that was compressed with the last choice.
+        trial: folder or GGUF file of the model that was compressed with the last choice.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class _Search:
     ) -> None:
         self.target, self.outputs, self.trial, self._rounds = target, outputs, Path(), options.rounds
         work, folder = outputs.work.path, resolve(model)
-        if makes_gguf(options.recipe):  # what a file cannot hold is refused before hours of work
+        if makes_gguf(options.recipe):  # refuse a model that the file cannot store, before hours of work
             if options.recipe.calibration is None:
                 raise RecipeError(
                     f"recipe {options.recipe.name!r} has no calibration, which a search for a GGUF file needs; leave "
@@ -164,10 +164,10 @@ class _Search:
         return result
 
     def _budget(self, num_bytes: int) -> int:
-        """Return the bytes that a size leaves for the tensors that the search chooses types for.
+        """Return how many of `num_bytes`, the size of a file, are left for the tensors whose types the search chooses.
 
         Raises:
-            GateFailure: even the smallest choice is larger.
+            GateFailure: even the smallest choice exceeds `num_bytes`.
         """
         costs, rest = [[round(o.cost) for o in group] for group in self.measured.options], self.measured.rest_bytes
         least, most = (rest + sum(map(extreme, costs)) for extreme in (min, max))
@@ -194,7 +194,7 @@ class _Search:
         return self.runner.load(self.runner.folder / self.candidates[number].file_name), kl
 
     def verify(self, choice: Choice, judge: Judge | None = None) -> SearchResult:
-        """Write the recipe of a choice, compress the model with it, measure the KL, and add it to the recipe."""
+        """Write the recipe of a choice, compress the model with it, measure the KL, and add the KL to the recipe."""
         measured, runner, fresh = self.measured, self.runner, Probe(self.original, self.held_out)
         bits, added = measured.bits_per_weight(choice), measured.total(choice).sensitivity
         expected = measured.kl_on(fresh, choice)
@@ -205,7 +205,8 @@ class _Search:
         ]
         recipe = self._write(choice, remarks)
         runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits")
-        text = json.dumps([recipe.source, recipe.gates])  # a choice is only numbers of candidates, which may change
+        # Not the choice itself: its indices refer to candidates, which may change.
+        text = json.dumps([recipe.source, recipe.gates])
         name = f"result-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self.trial = runner.folder / f"{name}{FORMATS.load(recipe.format).suffix}"
         made = runner.compress(recipe, self.trial)
@@ -235,7 +236,7 @@ class _Search:
         )
 
     def _noted_in_file(self, recipe: Recipe) -> int:
-        """Write what was measured into the GGUF file, as `quantize` with the recipe does; return the file's bytes."""
+        """Write measured figures into the GGUF file, as `quantize` does with this recipe; return the file's size."""
         copy = self.trial.with_name(f"measured-{self.trial.name}")
         copy_with_entries(self.trial, copy, measured_entries(recipe))
         copy.replace(self.trial)
@@ -347,7 +348,7 @@ def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], thread
 def _candidates(
     model: str | None, options: SearchOptions, target: SearchTarget
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Return the usable candidates, and a line for each of the others with the reason."""
+    """Return the usable candidates, and one line with the reason for each candidate that was left out."""
     recipe, group = options.recipe, base_groups(options.recipe)
     if options.candidates:
         return usable(
@@ -384,7 +385,7 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, str, Windows, 
 
 def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
     """Return everything that determines the measured numbers, as plain data."""
-    # Without the fields that candidates set, so that a search with other candidates can reuse the numbers.
+    # Leave out the fields that candidates set, so that a search with other candidates can reuse the numbers.
     source = {key: value for key, value in recipe.source.items() if key not in _CHOSEN}
     return {
         "recipe": source,

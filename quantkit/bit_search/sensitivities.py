@@ -2,8 +2,9 @@
 
 The search compresses the whole model with every candidate, in one pass over the calibration data if the steps allow it.
 It then replaces one group at a time in the original model; the KL to the original is the sensitivity of that group.
-The expected KL of a choice is measured the same way, with all chosen groups replaced. The model that the recipe makes
-differs from that in its calibration inputs and, after AWQ or SmoothQuant, in the scales between two linears.
+The expected KL of a choice is measured the same way, with all chosen groups replaced. The final compressed model
+differs from that modified original: its linears were calibrated on other inputs and, after AWQ or SmoothQuant, other
+scales were moved between linears.
 """
 
 import gc
@@ -63,7 +64,7 @@ class TrialRunner:
     def compress(self, recipe: Recipe, output: Path) -> CompressionResult:
         """Compress to a directory, or reuse the output of an earlier search for the same model and recipe.
 
-        A file, which a recipe for GGUF gives, is made again.
+        A GGUF file is always made again.
 
         Raises:
             ResumeError: the directory holds something else.
@@ -79,7 +80,7 @@ class TrialRunner:
             )
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
             present = {name: (output / name).stat().st_size for name in sizes}
-            # Through JSON, so that tuples are the lists that the manifest has.
+            # Convert tuples to lists, as in the manifest.
             asked = json.loads(json.dumps(recipe.source))
             same = (manifest["recipe"], manifest["identity"]["source"], sizes) == (asked, self.source, present)
         except (OSError, ResumeError, KeyError, TypeError, AttributeError):
@@ -103,7 +104,8 @@ class MeasuredGroup:
     Args:
         layer, name, modules: see `evaluate.group_swaps.FusedGroup`.
         num_weights: number of weights in the group.
-        options: bytes and KL of each candidate, in order; the last option leaves the group unquantized.
+        options: bytes and KL of each candidate, in order. Except in a search for a GGUF file, a last option leaves the
+            group unquantized.
         forms: the group as compressed with each candidate.
     """
 
@@ -162,17 +164,17 @@ class MeasuredGroups:
 def measure_groups(
     runner: TrialRunner, candidates: Sequence[Candidate], original: LLM, probe: Probe, state: SearchState, moved: bool
 ) -> MeasuredGroups:
-    """Compress the model with every candidate and measure every group under each.
+    """Compress the model with every candidate, and measure every group with every candidate.
 
     Args:
         runner: settings for compressing and loading.
         candidates: the candidates.
-        original: the loaded original model; its fused linears may be split when this returns.
+        original: the loaded original model; this function may split its fused linears.
         probe: the original's outputs on the text.
         state: numbers that were measured before.
         moved: see `find_fused_groups`.
     Raises:
-        ModelError: quantkit cannot run the model natively, or the groups differ between candidates.
+        ModelError: quantkit runs the model through transformers, or the candidates do not have the same groups.
     """
     forms: list[list[FusedGroup]] = []
     options: list[list[Option]] = []
@@ -196,7 +198,7 @@ def measure_groups(
         options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
         if ends is not None and candidate is candidates[-1]:
             rest = rest_bytes(folder, runner.base, stored, embedding_type(candidate))
-        gc.collect()  # free the candidate's model, which reference cycles hold, before the next one is loaded
+        gc.collect()  # free the candidate's model, which reference cycles keep alive, before the next model is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; check ignore in the recipe")
     measured_groups = [
@@ -228,7 +230,7 @@ def _sensitivities(
         return probe.measure([group]).mean
 
     def key(group: FusedGroup) -> str:
-        # Rows that no block divides get the same type from several candidates, which is measured once.
+        # Several candidates may give a linear the same fallback type, which is measured only once.
         return "/".join(dict.fromkeys(stored[module].scheme for module in group.modules))
 
     name = key if makes_gguf(runner.base) else lambda _: candidate.name
@@ -239,7 +241,7 @@ def _sensitivities(
 
 
 def _stored_linears(made: CompressionResult) -> dict[str, CandidateForm]:
-    """Return how the linears of a compressed model are stored, by full name."""
+    """Return how the linears of a compressed model are stored, keyed by full name."""
     return {
         f"{layer.name}.{linear.name}": CandidateForm(
             num_weights=math.prod(linear.shape),

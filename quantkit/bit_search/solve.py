@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Choice = tuple[int, ...]
-_ROUNDING = 1e-12  # of a total: sums of the same numbers in another order differ by this much
+_ROUNDING = 1e-12  # relative to a total: sums of the same numbers in another order differ by this much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +86,12 @@ def _undominated(options: Sequence[tuple[float, float]]) -> Points:
 
 
 def _cheapest_at(group: Points, price: float) -> int:
-    """Return the position of the option with the least value + price * weight, the lightest on ties."""
+    """Return the position of the option with the least value + price * weight; on ties, of the lightest such option."""
     return min(range(len(group)), key=lambda at: (group[at][1] + price * group[at][0], group[at][0]))
 
 
 def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
-    """Return the lowest price at which the groups' own best options fit the limit, and those options."""
+    """Return the lowest price at which the best options of all groups together fit the limit, and these options."""
     # A group's best option changes only at the slope between two of its options: no other price matters.
     slopes = {0.0}
     for group in points:
@@ -109,7 +109,7 @@ def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
 
 
 def _filled(points: Sequence[Points], start: list[int], limit: float) -> list[int]:
-    """Use up the limit that the relaxation left over: repeatedly exchange the option that gains most."""
+    """Return the choice after using up what the relaxation left of the limit: repeatedly make the best exchange."""
     chosen = list(start)
     left = limit - math.fsum(group[at][0] for group, at in zip(points, chosen, strict=True))
     while True:
@@ -140,7 +140,7 @@ def _search(points: Sequence[Points], limit: float, price: float, start: list[in
     """Return the best choice: extend all states that can still beat `start`, group by group."""
     best = math.fsum(group[at][1] for group, at in zip(points, start, strict=True))
     rest = [0.0] * (len(points) + 1)  # lower bound of value + price * weight of the groups from here on
-    light = [0.0] * (len(points) + 1)  # lower bound of their weight
+    light = [0.0] * (len(points) + 1)  # lower bound of the weight of these groups
     for n in reversed(range(len(points))):
         rest[n] = rest[n + 1] + min(value + price * weight for weight, value, _ in points[n])
         light[n] = light[n + 1] + points[n][0][0]

@@ -9,7 +9,7 @@ from quantkit.compress.recipe.override import Overrides
 from quantkit.formats import REGISTRY as FORMATS
 
 _DEFAULT = "gptq-int4"
-# What the search chooses itself is left out of the recipe, and its gates, which are for another size.
+# The search chooses the overrides itself, and the recipe's gates are for another size: both are cleared.
 _DEFAULT_GGUF, _CLEARED = "gguf-q4_k", ("overrides", "gates")
 
 

@@ -1,8 +1,8 @@
-"""View a quantized checkpoint as the dense model of its dequantized values, with the original names and shapes.
+"""View a quantized checkpoint as an unquantized model of its dequantized values, with the original names and shapes.
 
-A weight is dequantized when it is read, stacked experts one by one, so a reader that goes layer by layer holds the
-values of one layer. The values are those that the library of the format computes from codes and scales, in the dtype of
-config.json. The view has no quantization_config, and no scales of inputs or of a KV cache.
+A weight is dequantized when it is read, and stacked experts one after another. A caller that reads layer by layer
+therefore holds the values of only one layer. The values equal those that the format's own library computes from codes
+and scales, in the dtype of config.json. The view has no quantization_config, and no scales of inputs or of a KV cache.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _TEXT = "text_config"
 
 
 def open_dense(path: Path) -> CheckpointReader:
-    """Open a checkpoint, quantized or not, as a dense model.
+    """Open a checkpoint, quantized or not, as an unquantized model.
 
     Args:
         path: directory of the checkpoint, or a GGUF file.
     Raises:
-        ModelError, CheckpointError: the directory holds no checkpoint, or a damaged one, or one with an unsupported
-            quantization method.
+        ModelError, CheckpointError: the directory holds no checkpoint, or the checkpoint is damaged or has an
+            unsupported quantization method.
         SchemeError: the format is known, but quantkit cannot decode this variant.
     """
     reader = CheckpointReader(path)
@@ -57,11 +57,11 @@ def open_dense(path: Path) -> CheckpointReader:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Facts about a quantized checkpoint, known before a weight is read.
+    """Facts about a quantized checkpoint that are known before any weight is read.
 
     Args:
-        reader: reader of its files.
-        format, scheme: format and scheme of its weights.
+        reader: reader of the checkpoint's files.
+        format, scheme: format and scheme of the weights.
         dtype: dtype of the dequantized values.
         transposed: name suffixes of the linears whose weights the model keeps as (K, N).
     """
@@ -73,7 +73,7 @@ class _Source:
     transposed: tuple[str, ...]
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Return all tensors of the dense model, keyed by name."""
+        """Return the descriptions of all tensors of the unquantized model, keyed by name."""
         reader, weights = self.reader, self.format.stored_weights(self.reader.names)
         if not weights and self.scheme.default is not None:
             raise CheckpointError(
@@ -95,7 +95,7 @@ class _Source:
         where = f"{self.reader.path}: {module}"
         with located(where):
             infos = {local: self.reader.info(full) for local, full in parts.items()}
-            # For a stack (E, ...), the parts of the first matrix are checked.
+            # In a stack (E, ...), check the parts of the first matrix.
             stack = () if name != module else (_stacked(infos),)
             matrix = {local: info.item(0) for local, info in infos.items()} if stack else infos
             scheme = self._scheme(module)
@@ -155,7 +155,7 @@ def _note(format_: Format, tensors: Mapping[str, TensorInfo], dtype: torch.dtype
 
 
 def _stacked(infos: Mapping[str, TensorInfo]) -> int:
-    """Return the number of matrices in a stack, which must be the same in all parts."""
+    """Return the number of matrices in a stack. All parts (codes, scales, ...) must have the same number."""
     sizes = {local: info.shape[:1] for local, info in infos.items()}
     if len(set(sizes.values())) > 1 or () in sizes.values() or (0,) in sizes.values():
         listed = ", ".join(f"{local} {infos[local].shape}" for local in sorted(infos))
@@ -166,7 +166,7 @@ def _stacked(infos: Mapping[str, TensorInfo]) -> int:
 
 
 def _with_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config with quantization_config at the top level; multimodal models have it under text_config."""
+    """Return a config with quantization_config at the top level; some multimodal models have it under text_config."""
     inner = config.get(_TEXT)
     if _SECTION in config or not isinstance(inner, Mapping) or _SECTION not in inner:
         return config
@@ -182,7 +182,7 @@ def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype in config.json, to which libraries dequantize; bfloat16 if there is none."""
+    """Return the dtype that config.json names and libraries dequantize to; bfloat16 if config.json names none."""
     inner = config.get(_TEXT)
     known = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
     for entries in (config, inner if isinstance(inner, Mapping) else {}):

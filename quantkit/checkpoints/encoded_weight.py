@@ -1,6 +1,6 @@
-"""A quantized weight that is read as the tensor of its dequantized values.
+"""Description of a quantized weight in a checkpoint, which can be read as dequantized values or as codes.
 
-The decoder comes from the format; see `dense_source`.
+The checkpoint's format provides the decoder; see `dense_source`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +20,16 @@ Read = Callable[[TensorInfo], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedInfo(TensorInfo):
-    """Description of a quantized weight: kind, shape and bytes of its values, file and offset of its first part.
+    """Description of a quantized weight.
+
+    `kind`, `shape` and `num_bytes` are those of the dequantized values, `file` and `offset` those of the first part.
 
     Args:
-        where: file and name, for messages.
-        parts: stored tensors (codes, scales, ...), keyed by local name; for a stack of matrices, each is (E, ...).
-        scheme: scheme of the linear; None = only values can be read, no codes for kernels or formats.
-        decoder: decodes the parts of one matrix.
-        transposed: the values are (K, N).
+        where: file and name of the weight, for messages.
+        parts: stored tensors (codes, scales, ...), keyed by local name; for a stack of matrices, each part is (E, ...).
+        scheme: scheme of the linear; None = the weight can be read only as values, not as codes.
+        decoder: function that decodes the parts of one matrix.
+        transposed: whether the values are (K, N) instead of (N, K).
     """
 
     where: str
@@ -37,18 +39,18 @@ class EncodedInfo(TensorInfo):
     transposed: bool
 
     def item(self, index: int) -> "EncodedInfo":
-        """See `TensorInfo`; reads only this entry's bytes of every part."""
+        """See `TensorInfo`; every part of the result covers only the bytes of this entry."""
         parts = {name: part.item(index) for name, part in self.parts.items()}
         shape, num_bytes = self.shape[1:], self.num_bytes // self.shape[0]
         return replace(self, shape=shape, num_bytes=num_bytes, parts=parts)
 
     def codes(self, read: Read) -> QuantizedTensor:
-        """Return the codes (N, K) of a matrix, with the calibrated scale of its input if there is one.
+        """Return the codes (N, K) of a matrix, with the calibrated scale of the linear's input if one is stored.
 
         Args:
-            read: reads a stored tensor.
+            read: function that reads a stored tensor.
         Raises:
-            SchemeError: the codes have another scheme than config.json says.
+            SchemeError: the codes do not have the scheme that config.json gives.
         """
         assert self.scheme is not None, f"{self.where} has no codes"
         weight = self._codes(self.scheme, read)
@@ -63,7 +65,7 @@ class EncodedInfo(TensorInfo):
         """Return the dequantized values; the matrices of a stack are decoded one after another.
 
         Args:
-            read: reads a stored tensor.
+            read: function that reads a stored tensor.
         Raises:
             CheckpointError: some values are not finite, or the shapes of codes and scales do not match.
         """
@@ -77,7 +79,7 @@ class EncodedInfo(TensorInfo):
     def _matrix(self, read: Read) -> Tensor:
         assert self.scheme is not None, f"{self.where} has no codes"
         weight = self._codes(replace(self.scheme, activation=None), read)
-        # First in the dtype of the scales, as libraries multiply; then converted to the model's.
+        # Dequantize in the dtype of the scales, as libraries do, then convert to the model's dtype.
         values = weight.dequantize(weight.values_dtype).to(self.dtype)
         if not bool(torch.isfinite(values).all()):
             bad = int((~torch.isfinite(values)).sum())

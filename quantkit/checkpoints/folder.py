@@ -1,4 +1,4 @@
-"""Find a model by path or Hugging Face hub id, and list the files of its folder; reads no tensor data.
+"""Find a model by path or Hugging Face hub id, and list the files of its folder, without reading tensor data.
 
 A GGUF file can replace a folder: `gguf_checkpoint` presents its metadata and tensors as those of a folder.
 """
@@ -90,12 +90,12 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a config.json after checking that names in it, which are looked up in tables, are texts.
+    """Return the contents of config.json after checking that model type, dtypes and architectures are strings.
 
-    Also check the names under text_config.
+    Entries under text_config are checked too.
 
     Raises:
-        ModelError: a name is something else.
+        ModelError: one of these entries is not a string.
     """
     inner = config.get("text_config")
     for entries in (config, inner if isinstance(inner, dict) else {}):
@@ -112,19 +112,19 @@ def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], Path | None]:
-    """Return all tensors of a checkpoint after checking every file.
+    """Return all tensors of a checkpoint after checking the header of every file.
 
-    If there is an index, it assigns tensors to files, and tensors that it does not list are not part of the model. A
-    model.safetensors that the index does not list is preferred to the index, as in transformers.
+    If there is an index, it assigns tensors to files, and tensors that the index does not list are not part of the
+    model. If model.safetensors exists and the index does not list it, this file replaces the index, as in transformers.
 
     Args:
         folder: folder of the model.
     Returns:
         tensors: all tensors, keyed by name.
-        files: files that hold them, sorted by name.
-        index: path of the index; None = a single file holds everything.
+        files: files that hold the tensors, sorted by name.
+        index: path of the index; None = no index was used.
     Raises:
-        ModelError: there are no safetensors files; the message tells if there are pickles or GGUF files.
+        ModelError: there are no safetensors files; the message says whether there are pickle or GGUF files instead.
         CheckpointError: a file is missing, truncated, inconsistent, or does not match the index.
     """
     if is_gguf(folder):
@@ -148,7 +148,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with a checkpoint's tensors; with an index, all files that it lists, even missing ones."""
+    """Return the files that hold a checkpoint's tensors; with an index, all files that it lists, even missing ones."""
     index = folder / INDEX_NAME
     if is_gguf(folder):
         return list(gguf_model(folder).files)
@@ -158,10 +158,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """Return the files to copy into a compressed checkpoint, sorted: tokenizer, licence etc., but no weights or code.
+    """Return the sorted files to copy into a compressed checkpoint: tokenizer, licence etc., but no weights or code.
 
     Raises:
-        CheckpointError: a file is too large to be one of these.
+        CheckpointError: one of these files is too large for a tokenizer or a licence.
     """
     files = sorted(path for path in text_folder(folder).iterdir() if path.is_file() and is_metadata(path.name))
     for path in files:
@@ -173,9 +173,9 @@ def metadata_files(folder: Path) -> list[Path]:
 
 
 def text_folder(path: Path) -> Path:
-    """Return the folder with the config.json and the tokenizer of a model: its own folder, or one made for a GGUF file.
+    """Return the folder that holds the config.json and the tokenizer of a model.
 
-    quantkit writes the files for a GGUF file once, to a temporary folder that is deleted when this process ends.
+    For a GGUF file, quantkit writes these files once, to a temporary folder that is deleted when this process ends.
 
     Raises:
         ModelError, CheckpointError: the GGUF file is damaged, or its tokenizer is not supported.
@@ -232,7 +232,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file name of each tensor in the index; names with folders are refused."""
+    """Return the file name of each tensor in the index; refuse file names that contain a folder."""
     weight_map = read_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' with tensors; download or copy it again")
@@ -286,7 +286,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def resolve(model: str | Path | None) -> Path:
-    """Return the directory of a model; a model on the hub is downloaded first, without pickle files and code.
+    """Return the directory of a model; download a model on the hub first, without pickle files and code.
 
     Args:
         model: a directory, or a hub id such as `Qwen/Qwen3-0.6B`; None = the bundled demo model.
@@ -303,11 +303,11 @@ def resolve(model: str | Path | None) -> Path:
 
 
 def download(model: str, file: str | None = None) -> Path:
-    """Download a model from the hub, or one of its files, if it is not in the cache; return the path in the cache.
+    """Download a model, or one file of a model, from the hub unless it is in the cache; return its path in the cache.
 
     Args:
         model: hub id.
-        file: the file to download; None = all files that a model needs.
+        file: name of the file to download; None = all files that a model needs.
     Raises:
         ModelError: the download failed; the message says what to do.
     """

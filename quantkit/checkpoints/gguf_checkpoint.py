@@ -1,9 +1,9 @@
 """Present a GGUF file as the checkpoint folder that it was made from: config.json, tensors and tokenizer files.
 
-Tensors have the names, row order and shapes of Hugging Face's. A linear of a Q, K or MXFP4 type (not IQ or TQ) is one
-tensor of bytes, such as `weight_q4_k` (N, bytes of a row), which `formats.gguf` decodes. Other quantized tensors, and a
-quantized embedding, are dequantized to the model's dtype when they are read. Opening the file reads only headers,
-metadata and rotary factors.
+Tensors have the names, row order and shapes of the Hugging Face checkpoint. A linear stored in a GGUF type of the Q, K
+or MXFP4 series (not IQ or TQ) becomes one tensor of bytes, such as `weight_q4_k` (N, bytes of a row), which
+`formats.gguf` decodes. Other quantized tensors, and the embedding if it is quantized, are dequantized to the model's
+dtype when they are read. Opening the file reads only headers, metadata and rotary factors.
 """
 
 import functools
@@ -35,14 +35,14 @@ from quantkit.safety.untrusted import CHUNK_BYTES, opened, read_chunks, shorten
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+)")
-_DAMAGED = "download the file again, all parts of it if there are several"
+_DAMAGED = "download the file again, or all its parts if it is split"
 _KEYS, _VALUES = "attn_k_b.weight", "attn_v_b.weight"
 _ROTARY = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One tensor of one of the files."""
+    """A tensor as it is stored, and the file that holds it."""
 
     file: Path
     name: str
@@ -67,13 +67,13 @@ class GGUFModel:
     """A model in one GGUF file, or in several parts of a split file.
 
     Args:
-        path: the file, or the first part.
+        path: the file, or the first part of a split file.
     Raises:
-        CheckpointError: a file is damaged or missing, or tensors are missing, unknown, or of wrong shapes.
-        ModelError: the architecture or the tokenizer is not supported.
+        CheckpointError: a file is damaged or missing, or tensors are missing, unknown, or have wrong shapes.
+        ModelError: the architecture is not supported.
     Attributes:
-        files: all files.
-        config: contents of config.json, with a `quantization_config` that lists linears by type.
+        files: paths of all files of the model.
+        config: contents of config.json, with a `quantization_config` that lists the quantized linears by GGUF type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class GGUFModel:
 
     @property
     def note(self) -> str:
-        """A note for the user about tensors that are not used as codes; "" = there are none."""
+        """A note for the user about linears that are read as values instead of codes; "" = there are none."""
         others = sorted(
             {
                 stored.info.block.name
@@ -108,15 +108,21 @@ class GGUFModel:
         return f"linears of GGUF types {', '.join(others)} are decoded to {self.config['dtype']}" if others else ""
 
     def tensors(self, *, codes: bool) -> dict[str, TensorInfo]:
-        """Return all tensors, keyed by name.
+        """Return the descriptions of all tensors, keyed by name.
 
         Args:
-            codes: whether linears whose type has codes are given as the bytes of their blocks; False = as values.
+            codes: whether linears whose GGUF type has codes appear as the bytes of their blocks; False = as values.
         """
         return dict(self._tensor(name, *source, codes=codes) for name, source in self._sources.items())
 
     def text_files(self) -> dict[str, dict[str, Any]]:
-        """Return the contents of the tokenizer's files and of config.json without quantization, keyed by file name."""
+        """Return the contents of the tokenizer's files and of config.json, keyed by file name.
+
+        config.json is returned without its `quantization_config`.
+
+        Raises:
+            CheckpointError, ModelError: the tokenizer is damaged or not supported.
+        """
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         return {"config.json": config, **self._texts()}
 
@@ -125,7 +131,7 @@ class GGUFModel:
         return f"{self._model.family.embedding}.weight"
 
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of most unquantized matrices; bfloat16 if there are none."""
+        """Return the dtype in which most bytes of unquantized matrices are stored; bfloat16 if there are none."""
         sizes = dict.fromkeys(FLOAT_DTYPES, 0)
         for stored in self._stored.values():
             if len(stored.info.shape) > 1 and PLAIN.get(stored.info.block) in sizes and "_inp" not in stored.name:
@@ -133,19 +139,25 @@ class GGUFModel:
         return max(sizes, key=lambda dtype: sizes[dtype]) if any(sizes.values()) else torch.bfloat16
 
     def _vector(self, name: str) -> list[float] | None:
-        """Read a short tensor, such as rotary factors; None if there is none."""
+        """Read a short float32 vector, such as rotary factors; None if the file has no tensor of this name."""
         stored = self._stored.get(name)
         if stored is None:
             return None
         if stored.info.block != Block.F32 or len(stored.info.shape) != 1 or stored.info.num_bytes > CHUNK_BYTES:
             raise CheckpointError(
-                f"{stored.where}: is {stored.info.block.name} {stored.info.shape}, not a short vector"
+                f"{stored.where} has type {stored.info.block.name} and shape {stored.info.shape}; expected a short F32 "
+                f"vector; {_DAMAGED}"
             )
         data = b"".join(read_chunks(stored.file, stored.info.offset, stored.info.num_bytes))
         return torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() if data else []
 
     def _find_sources(self) -> Iterator[tuple[str, tuple[_Stored, int | None]]]:
-        """Yield the name of each tensor of the model, with the stored tensor and the number of the expert in it."""
+        """Find the stored tensor that holds each tensor of the model.
+
+        Yields:
+            name: name of the model's tensor.
+            source: the stored tensor, and the index of the expert in it; None = the stored tensor stacks no experts.
+        """
         model, left = self._model, dict(self._stored)
         outer = {name: module for module, name in outer_names(model.family).items()}
         inner = {name: module for module, name in layer_names(model).items()}
@@ -188,29 +200,34 @@ class GGUFModel:
             if stored.name.endswith(_KEYS):
                 shape = self._latent_shape(stored)
             if stored.info.is_quantized and len(shape) < 2:
-                raise CheckpointError(f"{stored.where} is a quantized vector ({stored.info.block.name}); {_DAMAGED}")
+                raise CheckpointError(
+                    f"{stored.where} is a vector of type {stored.info.block.name}, but only matrices can be quantized; "
+                    f"{_DAMAGED}"
+                )
             required = expected.pop(name, None) or optional.get(name)
             # The gate of a shared expert, a matrix with one row, is stored as a vector.
             if shape != required and (required is None or (1, *shape) != required):
-                of = "no such tensor" if required is None else f"{required}"
-                raise CheckpointError(f"{stored.where} has shape {shape}, but the metadata needs {of}; {_DAMAGED}")
+                wrong = f"has shape {shape}, but the metadata requires {required}"
+                if required is None:
+                    wrong = "does not belong to a model with this metadata"
+                raise CheckpointError(f"{stored.where} {wrong}; {_DAMAGED}")
         if model.tied:
             expected.pop(f"{model.family.head}.weight", None)
         missing = [name for name in expected if not name.endswith(".bias")]
         if missing:
             raise CheckpointError(
-                f"{self._path}: {len(missing)} tensors are missing, such as that of {missing[0]}; {_DAMAGED}"
+                f"{self._path}: {len(missing)} tensors are missing, for example the one for {missing[0]}; {_DAMAGED}"
             )
 
     def _latent_shape(self, keys: _Stored) -> tuple[int, ...]:
-        """Return the shape of the matrix that the two halves of `kv_b_proj` form."""
+        """Return the shape of `kv_b_proj`, which the file stores as one tensor for keys and one for values."""
         sizes, heads = self._model.latent, self._model.num_heads
         values = self._stored.get(keys.name.replace(_KEYS, _VALUES))
         assert sizes is not None
         required = (heads, sizes.rank, sizes.plain_dim), (heads, sizes.value_dim, sizes.rank)
         if values is None or (keys.info.shape, values.info.shape) != required:
             raise CheckpointError(
-                f"{keys.where} and {_VALUES} do not have shapes {required[0]} and {required[1]}; {_DAMAGED}"
+                f"{keys.where} and {_VALUES} must have the shapes {required[0]} and {required[1]}; {_DAMAGED}"
             )
         return heads * (sizes.plain_dim + sizes.value_dim), sizes.rank
 
@@ -289,7 +306,7 @@ class GGUFModel:
 
 
 def open_gguf(path: Path) -> GGUFModel:
-    """Read the headers of a model; the last two models are cached until their files change.
+    """Read the headers of a GGUF model; the last two models are cached until their files change.
 
     Raises:
         CheckpointError, ModelError: see `GGUFModel`.
@@ -308,7 +325,7 @@ def _opened(path: Path, _stamps: tuple[tuple[int, int], ...]) -> GGUFModel:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return all parts of a split file, from the name of its first part; else the file itself."""
+    """Return the paths of all parts of a split file, given its first part; for any other file, only its own path."""
     match = _SPLIT.fullmatch(path.name)
     if match is None or int(match[2]) != 1:
         return [path]
@@ -324,8 +341,9 @@ def _open(path: Path) -> list[GGUFFile]:
     paths = _parts(path)
     if number != 0 or len(paths) != count:
         raise CheckpointError(
-            f"{path}: is part {shorten(number)} of {shorten(count)}; give the first part, "
-            "with its name as published, ...-00001-of-0000N.gguf, and the others beside it"
+            f"{path} is not the first part of a split file (split.no {shorten(number)}, split.count {shorten(count)}), "
+            "or was renamed; give the first part under its published name, ...-00001-of-0000N.gguf, and keep all parts "
+            "in its folder"
         )
     parts, seen = [first], set(first.tensors)
     for index, other in enumerate(paths[1:], 1):
@@ -337,5 +355,7 @@ def _open(path: Path) -> list[GGUFFile]:
         seen |= parts[-1].tensors.keys()
     total = first.metadata.get("split.tensors.count", len(seen))
     if total != len(seen):
-        raise CheckpointError(f"{path}: the parts have {len(seen)} tensors, not {shorten(total)}; {_DAMAGED}")
+        raise CheckpointError(
+            f"{path}: the parts have {len(seen)} tensors, but split.tensors.count is {shorten(total)}; {_DAMAGED}"
+        )
     return parts

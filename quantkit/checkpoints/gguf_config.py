@@ -1,6 +1,6 @@
-"""The config.json of the model in a GGUF file, from the file's metadata and the names of its tensors.
+"""Build the config.json of the model in a GGUF file from the file's metadata and tensors.
 
-A family's `GGUFNames` map the metadata's keys to those of config.json; the writer uses the same table.
+A family's `GGUFNames` maps metadata keys to keys of config.json; the GGUF writer uses the same table.
 Source: llama.cpp `src/models/*.cpp`, `convert_hf_to_gguf.py`.
 """
 
@@ -29,20 +29,20 @@ _ENDS = (
     "<|eom_id|>",
 )
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# As in llama.cpp, keyed by architecture: the number of layers of the model whose attention scale is not that of the
-# head width but of hidden width / heads.
+# As in llama.cpp: in one model of each of these architectures, the attention scale depends on hidden width / heads, not
+# on the head width. The number of layers identifies that model.
 _WIDE = {"gemma2": 46, "gemma3": 62}
 _SIGMOID = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Shapes of the tensors of a file, and a reader of short ones.
+    """Shapes of a GGUF file's tensors, and a function that reads short tensors.
 
     Args:
         where: path of the file, for messages.
         shapes: shape of each tensor, keyed by name.
-        vector: reads a short tensor; None if there is none.
+        vector: function that reads the short tensor with a given name; returns None if the file has no such tensor.
     """
 
     where: str
@@ -51,7 +51,7 @@ class Lookup:
 
 
 class _Metadata:
-    """Entries of one architecture."""
+    """Metadata entries whose keys begin with the name of one architecture."""
 
     def __init__(self, metadata: Mapping[str, Any], name: str, where: str) -> None:
         self._entries, self._name, self._where = metadata, name, where
@@ -60,7 +60,7 @@ class _Metadata:
         value = self._entries.get(f"{self._name}.{key}")
         if isinstance(value, list) and value:  # one value per layer
             if any(item != value[0] for item in value):
-                raise ModelError(f"{self._where}: {self._name}.{key} differs by layer, which is not supported")
+                raise ModelError(f"{self._where}: {self._name}.{key} differs between layers, which is not supported")
             value = value[0]
         return value
 
@@ -79,7 +79,7 @@ def build_config(metadata: Mapping[str, Any], lookup: Lookup) -> tuple[Family, d
 
     Raises:
         ModelError: the architecture, or one of its settings, is not supported.
-        CheckpointError: an entry is missing or wrong.
+        CheckpointError: an entry of the metadata is missing or wrong.
     """
     name = metadata.get("general.architecture")
     entries = _Metadata(metadata, str(name), lookup.where)
@@ -87,7 +87,7 @@ def build_config(metadata: Mapping[str, Any], lookup: Lookup) -> tuple[Family, d
     names = family.gguf
     assert names is not None
     if "token_embd.weight" not in lookup.shapes or len(lookup.shapes["token_embd.weight"]) != 2:
-        raise CheckpointError(f"{lookup.where}: has no token_embd.weight; download the file again")
+        raise CheckpointError(f"{lookup.where}: has no matrix token_embd.weight; download the file again")
     heads, hidden = entries.count("attention.head_count"), entries.count("embedding_length")
     config: dict[str, Any] = {
         "architectures": [family.hf_names[0]],
@@ -124,12 +124,15 @@ def _find_family(name: Any, entries: _Metadata, where: str) -> tuple[Family, str
         if family.gguf.name == name and fits:
             return family, next(iter(family.model_types), key) if key.startswith("gemma3") else key
     listed = ", ".join(dict.fromkeys(family.gguf.name for family, _ in read if family.gguf is not None))
-    kind = f" with {entries.get('expert_count')} experts ({scoring})" if has_experts else ""
+    kind = f" with {entries.get('expert_count')} experts and {scoring} routing" if has_experts else ""
     raise ModelError(f"{where}: architecture {shorten(name)}{kind} is not supported; supported: {listed}")
 
 
 def _latent(entries: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries for latent attention; newer files store the sizes of a head under keys that end in `_mla`."""
+    """Return `config` with the entries of latent attention added.
+
+    Newer GGUF files store the sizes of a head under keys that end in `_mla`.
+    """
     key = entries.get("attention.key_length_mla") or entries.count("attention.key_length")
     value = entries.get("attention.value_length_mla") or entries.count("attention.value_length")
     rotated = entries.count("rope.dimension_count")
@@ -147,7 +150,7 @@ def _latent(entries: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(entries: _Metadata, config: Mapping[str, Any], family: Family, lookup: Lookup) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling."""
+    """Return the entries of the rotary embedding: rope_theta, rope_scaling and, for some models, further entries."""
     theta, length = entries.get("rope.freq_base") or 10000.0, entries.get("context_length")
     rotated, width = entries.get("rope.dimension_count"), config.get("head_dim")
     rope: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
@@ -179,7 +182,7 @@ def _rotary(entries: _Metadata, config: Mapping[str, Any], family: Family, looku
 
 
 def _divided(divisors: list[float], theta: float, where: str) -> dict[str, Any]:
-    """Return the scaling of Llama 3.1 and later that has these divisors."""
+    """Return the llama3 RoPE scaling (Llama 3.1 and later) that divides the frequencies by these divisors."""
     for original in (8192, 4096, 16384):
         factor = max(divisors, default=0.0)
         scaling = {**_LLAMA3, "factor": factor, "original_max_position_embeddings": original}
@@ -193,7 +196,7 @@ def _divided(divisors: list[float], theta: float, where: str) -> dict[str, Any]:
 
 
 def _special(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the ids of the first token, of padding, and of all tokens that end a text or a turn."""
+    """Return the entries with the ids of BOS, of the padding token, and of all tokens that end a text or a turn."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     known_ends = (
         {text: number for number, text in enumerate(tokens) if text in _ENDS} if isinstance(tokens, list) else {}
@@ -205,6 +208,6 @@ def _special(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class _Any:
-    """Stands in for the experts of a family without any."""
+    """Stand-in for `Family.experts` in a family without experts."""
 
     scoring = "softmax"

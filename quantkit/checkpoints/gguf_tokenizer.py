@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file's metadata, as the tokenizer.json and tokenizer_config.json that transformers reads.
+"""Convert the tokenizer in a GGUF file's metadata to the tokenizer.json and tokenizer_config.json of transformers.
 
 transformers' own converters choose the pre-tokenizer by the model's architecture, which splits numbers wrongly in some
-models; here it follows `tokenizer.ggml.pre`, as in llama.cpp.
+models. This module chooses the pre-tokenizer by `tokenizer.ggml.pre`, as llama.cpp does.
 Source: llama.cpp `src/llama-vocab.cpp`.
 """
 
@@ -61,24 +61,25 @@ PRE_TOKENIZERS: dict[str, Steps] = {
         _BYTES,
     ),
 }
-"""Steps (kind, pattern or flag), keyed by llama.cpp's name of the pre-tokenizer.
+"""Steps of each pre-tokenizer, (kind, pattern or flag), keyed by llama.cpp's name of the pre-tokenizer.
 
 If several names have equal steps, a GGUF file that quantkit writes gets the first name.
 """
 
-# With these, llama.cpp does not split a word that is a token, and begins a text with BOS unless the file forbids it.
+# With these pre-tokenizers, llama.cpp keeps a word whole if it is a token, and begins a text with BOS unless the file
+# forbids it.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 
 
 def tokenizer_files(metadata: Mapping[str, Any], where: str, num_rows: int) -> dict[str, dict[str, Any]]:
-    """Convert the tokenizer to the contents of Hugging Face's files, keyed by file name; empty if there is none.
+    """Return the contents of Hugging Face's tokenizer files, keyed by file name; empty if the file has no tokenizer.
 
     Args:
         metadata: metadata of the GGUF file.
         where: path of the file, for messages.
-        num_rows: rows of the embedding.
+        num_rows: number of rows of the embedding.
     Raises:
-        CheckpointError: entries are missing or damaged, or the vocabulary does not fit the embedding.
+        CheckpointError: entries are missing or damaged, or the vocabulary and the embedding differ in size.
         ModelError: quantkit does not know this kind of tokenizer.
     """
     entries = {key.removeprefix("tokenizer."): value for key, value in metadata.items() if key.startswith("tokenizer.")}
@@ -91,7 +92,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, num_rows: int) -> d
     if len(tokens) != num_rows:
         raise CheckpointError(
             f"{where}: tokenizer.ggml.tokens has {len(tokens)} tokens, but the embedding has {num_rows} rows; "
-            "the tokenizer is of another model: download the file again"
+            "the tokenizer belongs to another model: download the file again"
         )
     types = entries.get("ggml.token_type") or [NORMAL] * num_rows
     if len(types) != num_rows:
@@ -117,7 +118,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, num_rows: int) -> d
 
 
 def token_id(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
-    """Return the id of a special token, e.g. `eos`; None if the file has none.
+    """Return the id of a special token, e.g. `eos`; None if the file does not name that token.
 
     Raises:
         CheckpointError: the entry is not the id of a token.
@@ -127,7 +128,7 @@ def token_id(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
         return None
     if type(number) is not int or not 0 <= number < len(tokens):
         raise CheckpointError(
-            f"{where}: tokenizer.ggml.{key}_token_id is {shorten(number)}, not one of {len(tokens)} tokens"
+            f"{where}: tokenizer.ggml.{key}_token_id is {shorten(number)}, but the tokenizer has {len(tokens)} tokens"
         )
     return number
 
@@ -159,7 +160,7 @@ def _byte_level(
 
 
 def _step(kind: str, argument: Any) -> dict[str, Any]:
-    """Return a step of PRE_TOKENIZERS as tokenizer.json has it."""
+    """Return a step of PRE_TOKENIZERS in the form of tokenizer.json."""
     if kind == "Split":
         return {"type": kind, "pattern": {"Regex": argument}, "behavior": "Isolated", "invert": False}
     if kind == "Digits":
@@ -170,7 +171,11 @@ def _step(kind: str, argument: Any) -> dict[str, Any]:
 def _sentencepiece(
     entries: Mapping[str, Any], where: str, tokens: list[str], vocab: Mapping[str, int], types: list[int]
 ) -> dict[str, Any]:
-    """Convert scores to merges: pairs of tokens that form a token, those of higher scores first."""
+    """Return the entries of tokenizer.json for a SentencePiece tokenizer.
+
+    Every pair of tokens that together form a third token becomes a merge. Merges are sorted by the score of the token
+    that they form, highest first.
+    """
     scores = entries.get("ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise CheckpointError(f"{where}: tokenizer.ggml.scores must have an entry for each of {len(tokens)} tokens")
@@ -202,7 +207,7 @@ def _bpe(vocab: Mapping[str, int], merges: list[list[str]], **settings: Any) -> 
 
 
 def _template(entries: Mapping[str, Any], special: Mapping[str, str], vocab: Mapping[str, int]) -> Any:
-    """Return the step that adds the first and the last token of a text; None if there are none."""
+    """Return the step that adds BOS before a text and EOS after it; None if neither is added."""
     default = entries["ggml.model"] == "llama" or entries.get("ggml.pre") in _WHOLE_WORDS
     first = ["bos_token"] if entries.get("ggml.add_bos_token", default) else []
     last = ["eos_token"] if entries.get("ggml.add_eos_token") else []

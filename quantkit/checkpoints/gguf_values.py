@@ -1,6 +1,7 @@
-"""Tensors of a GGUF file, read with the values, the order of rows and the shape that the model has.
+"""Read tensors of a GGUF file with the values, row order and shapes of the original model.
 
-llama.cpp reorders rows of queries and keys, and adds one to the norms of some models; this module undoes both.
+llama.cpp reorders the rows of query and key projections, and adds one to the norms of some models; this module undoes
+both changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Block
 
-# A step decodes about so many values, which take 4 bytes each before they are rounded.
+# About this many values are decoded at once; each takes 4 bytes before it is rounded.
 _STEP_VALUES = 1 << 22
 
 
@@ -30,9 +31,9 @@ class BlocksInfo(EncodedInfo):
     """Description of a tensor (N, K) or (N,) of a GGUF file; see `EncodedInfo`. Its only part is the stored tensor.
 
     Args:
-        block: type of the stored tensor; None = the bytes of its rows are given as they are.
+        block: GGUF type of the stored tensor; None = rows are returned as bytes, without decoding.
         heads: number of heads whose rows are interleaved in the file; 0 = rows keep their order.
-        added: number that the file has added to the values.
+        added: number that llama.cpp has added to the values in the file; `dequantize` subtracts it.
     """
 
     block: Block | None
@@ -45,7 +46,7 @@ class BlocksInfo(EncodedInfo):
         return next(iter(self.parts.values()))
 
     def order(self, rows: Tensor) -> Tensor:
-        """Convert row numbers in the model to row numbers in the file."""
+        """Convert row indices in the model to row indices in the file."""
         if not self.heads:
             return rows
         size = self.stored.shape[0] // self.heads
@@ -88,11 +89,11 @@ class BlocksInfo(EncodedInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentInfo(EncodedInfo):
-    """Description of `kv_b_proj` of latent attention, which newer files split into keys and values.
+    """Description of `kv_b_proj` of latent attention, which newer GGUF files store as two tensors.
 
     Args:
-        key: (heads, rank, channels of a key), transposed in the file.
-        value: (heads, channels of a value, rank).
+        key: tensor for the keys, (heads, rank, channels of a key): transposed, unlike `value`.
+        value: tensor for the values, (heads, channels of a value, rank).
     """
 
     key: BlocksInfo

@@ -51,10 +51,10 @@ class TensorInfo:
     """Type, shape and position of one tensor in a file.
 
     Args:
-        kind: safetensors name of its element type, e.g. `BF16`.
+        kind: safetensors name of the element type, e.g. `BF16`.
         shape: shape; empty for a single number.
         file: safetensors file that holds the tensor.
-        offset: position of its first byte in the file.
+        offset: position of the tensor's first byte in the file.
         num_bytes: length in bytes.
     """
 
@@ -163,7 +163,7 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) ->
 
 
 def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
-    """Read the JSON text of the header; `file` is then at the first tensor byte."""
+    """Read the JSON text of the header, and leave `file` at the first byte of the tensors."""
     start = file.read(_LENGTH_BYTES)
     if start == b"version ":
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
@@ -191,7 +191,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise CheckpointError(f"{path}: tensor {shorten(name)} has a name of {len(name)} characters; {_DAMAGED}")
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(kind, str):
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {shorten(kind)}, which is not supported; {_DAMAGED}")
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {shorten(kind)}, which is not a name; {_DAMAGED}")
     if not _is_sizes(shape):
         raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(shape)}; {_DAMAGED}")
     if not _is_sizes(offsets) or len(offsets) != 2:
@@ -200,15 +200,15 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     expected = math.prod(shape) * _ITEM_BYTES.get(kind, 0)
     if num_bytes < 0 or (kind in _ITEM_BYTES and num_bytes != expected):
         raise CheckpointError(
-            f"{path}: tensor {name!r} has data_offsets {offsets}, {num_bytes} bytes, "
-            f"but shape {shape} of {kind} takes {expected}; {_DAMAGED}"
+            f"{path}: tensor {name!r} has {num_bytes} bytes (data_offsets {offsets}), "
+            f"but its shape {shape} and dtype {kind} need {expected} bytes; {_DAMAGED}"
         )
     return TensorInfo(kind=kind, shape=tuple(shape), file=path, offset=data_start + offsets[0], num_bytes=num_bytes)
 
 
 def _is_sizes(values: Any) -> TypeGuard[list[int]]:
     """Whether a value is a short list of whole numbers >= 0; booleans do not count as numbers."""
-    is_short = isinstance(values, list) and len(values) <= _MAX_DIMS  # their product is taken
+    is_short = isinstance(values, list) and len(values) <= _MAX_DIMS  # callers multiply the values
     return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
@@ -218,7 +218,7 @@ def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int
     # An empty tensor begins where the next one does, and must come before it.
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if info.offset != end:
-            kind = "overlaps" if info.offset < end else "leaves a gap behind"
+            kind = "overlaps" if info.offset < end else "leaves a gap after"
             raise CheckpointError(
                 f"{path}: tensor {name!r} starts at byte {info.offset} and {kind} {previous}, "
                 f"which ends at {end}; {_DAMAGED}"

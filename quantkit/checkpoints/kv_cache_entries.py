@@ -1,15 +1,16 @@
-"""Read and write how a checkpoint describes its KV cache: entries of config.json, and tensors of fixed scales.
+"""Read and write a checkpoint's description of its KV cache: entries of config.json, and tensors with fixed scales.
 
 FP8 with fixed scales follows the convention of compressed-tensors and vLLM: `quantization_config.kv_cache_scheme`, and
-in each attention module the tensors `k_scale` and `v_scale`, float32, of shape [1] or [key/value heads, 1, 1]. All
-other number types and granularities, and layers that differ from the rest, are in quantkit's own entry of config.json:
+in each attention module the tensors `k_scale` and `v_scale`, float32, of shape [1] or [key/value heads, 1, 1].
+quantkit's own entry of config.json describes all other number types and granularities, and layers that differ from the
+rest:
 
     "quantkit_kv_cache": {"version": 1, "keys": {"dtype": "int4", "granularity": "channel"},
                           "values": {"dtype": "int4", "granularity": "token"}, "rotation": "none",
                           "layers": {"3": {"keys": null, "values": {...}, "rotation": "none"}}}
 
 The entry is outside `quantization_config`, so other loaders ignore it and compute with 16-bit keys and values.
-Source of names: vLLM `model_loader/weight_utils.py` (`maybe_remap_kv_scale_name`), ModelOpt `unified_export_hf.py`.
+Source of the names: vLLM `model_loader/weight_utils.py` (`maybe_remap_kv_scale_name`), ModelOpt `unified_export_hf.py`.
 """
 
 import re
@@ -36,19 +37,19 @@ _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether this is the full name of a scale of the KV cache."""
+    """Whether a tensor with this full name is a scale or zero point of the KV cache, not of a weight."""
     return re.search(f"({CACHE_TENSORS})$", name) is not None
 
 
 def cache_tensors(
     attention: str, keys: tuple[float, ...], values: tuple[float, ...], *, by_head: bool
 ) -> dict[str, Tensor]:
-    """Return the tensors that store the fixed scales of one layer.
+    """Return the tensors that store the fixed KV cache scales of one layer, keyed by name.
 
     Args:
         attention: name of the attention module.
-        keys, values: scales of the keys and of the values: one each, or one per key/value head.
-        by_head: whether there is one scale per head.
+        keys, values: scales of the keys and scales of the values; each holds one number, or one per key/value head.
+        by_head: whether each head has its own scale.
     """
     scales, shape = {"k": keys, "v": values}, (-1, 1, 1) if by_head else (1,)
     return {
@@ -58,10 +59,10 @@ def cache_tensors(
 
 
 def describe_cache(described: Mapping[str, Any], asked: KVScheme, layers: Sequence[KVScheme]) -> dict[str, Any]:
-    """Add the entries for the KV cache to those of config.json.
+    """Return the entries that the format writes to config.json, with the entries for the KV cache added.
 
     Args:
-        described: entries that the format writes.
+        described: entries that the format writes; not modified.
         asked: KV cache scheme of the recipe.
         layers: KV cache scheme of each layer.
     """
@@ -77,15 +78,15 @@ def describe_cache(described: Mapping[str, Any], asked: KVScheme, layers: Sequen
 
 
 def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVScheme, ...] | None:
-    """Read the KV cache scheme of each layer from config.json; None if it has no entry for the cache.
+    """Read the KV cache scheme of each layer from config.json; None if config.json has no entry for the cache.
 
     Args:
         config: contents of config.json.
         num_layers: number of decoder layers.
     Raises:
-        SchemeError: the scheme is not supported; the message gives it.
+        SchemeError: the scheme is not supported; the message shows the scheme.
     """
-    # quantkit's own entry goes first: if both are there, only this one describes layers that differ.
+    # quantkit's own entry goes first: if both entries are there, only quantkit's describes layers that differ.
     entry = config.get(CONFIG_KEY)
     if entry is not None:
         return _own(entry, num_layers)
@@ -113,15 +114,15 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
 def read_scales(
     attention: str, num_heads: int, names: Callable[[str], bool], tensor: Callable[[str], Tensor]
 ) -> tuple[Scales, Scales] | None:
-    """Read the fixed scales of one layer's keys and values; None if the checkpoint has none.
+    """Read the fixed scales of one layer's keys and values; None if the checkpoint has no scales for this layer.
 
     Args:
         attention: full name of the attention module.
         num_heads: number of key/value heads.
-        names: returns whether the checkpoint has a tensor of this name.
-        tensor: reads the tensor of this name.
+        names: predicate that tells whether the checkpoint has a tensor with a given name.
+        tensor: function that reads the tensor with a given name.
     Raises:
-        CheckpointError: only keys or only values have a scale, a scale is not positive, or their number is wrong.
+        CheckpointError: only keys or only values have scales, a scale is not positive, or their number is wrong.
     """
     scales: list[Scales] = []
     for side in ("k", "v"):
@@ -129,7 +130,9 @@ def read_scales(
         if stored is not None:
             scales.append(_checked(stored, tensor(stored), num_heads))
     if len(scales) == 1:
-        raise CheckpointError(f"{attention} has scales for only one of keys and values; download the checkpoint again")
+        raise CheckpointError(
+            f"{attention} has KV cache scales for only its keys or only its values; download the checkpoint again"
+        )
     return (scales[0], scales[1]) if scales else None
 
 
@@ -153,8 +156,9 @@ def _checked(name: str, stored: Tensor, num_heads: int) -> Scales:
     if len(values) not in (1, num_heads):
         raise CheckpointError(f"{name} has {len(values)} values; expected 1, or one per head ({num_heads})")
     if not all(0 < value < float("inf") for value in values):
+        wrong = next(value for value in values if not 0 < value < float("inf"))
         raise CheckpointError(
-            f"{name} is {values[0]:.4g}, but a scale of the KV cache must be positive; "
+            f"{name} is {wrong:.4g}, but a scale of the KV cache must be positive and finite; "
             "download the checkpoint again, or choose another KV type with --kv-cache"
         )
     # Three dimensions mean one scale per head, even if there is only one head.

@@ -1,8 +1,9 @@
-"""View a checkpoint with one (N, K) tensor for each linear, in whatever layout its files store them.
+"""View a checkpoint as one (N, K) tensor per linear, whatever layout its files use.
 
-Experts that are stored as one 3-D tensor appear as separate matrices, and transposed matrices as (N, K). All names have
-the prefix of the causal LM. Tensors that transformers merges or splits on loading appear in their converted form. The
-view copies nothing; `restore` converts tensors back to the layout of the files.
+Experts that are stored as one 3-D tensor appear as separate matrices, and matrices that are stored transposed appear as
+(N, K). All names have the prefix that transformers' causal LM class gives them. Tensors that transformers merges or
+splits on loading appear in their converted form. The view copies nothing; `restore` converts tensors back to the layout
+of the files.
 Shapes: E experts, I width of an expert, H hidden width.
 """
 
@@ -25,7 +26,7 @@ from quantkit.models.stored_names import TensorConversion
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-# Number of conversion results to keep: experts' gate, up and down are read in turns, one expert at a time.
+# Number of conversion results to keep: gate, up and down of one expert are read in turn, then those of the next expert.
 _KEPT = 2
 
 
@@ -36,8 +37,8 @@ class StoredPart:
     Args:
         stored: name of the stored tensor.
         expert: index of the expert in the first dimension; None = the tensor has no such dimension.
-        outputs: the outputs of the tensor that belong to the linear.
-        transposed: outputs are the last dimension.
+        outputs: slice of the stored tensor's outputs that belongs to the linear.
+        transposed: whether outputs are the last dimension of the stored tensor.
     """
 
     stored: str
@@ -46,10 +47,10 @@ class StoredPart:
     transposed: bool
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the linear's part of a tensor as a view, (N, K) for weights and (N,) for biases.
+        """Return the linear's part of a stored tensor as a view, (N, K) for weights and (N,) for biases.
 
         Args:
-            whole: the stored tensor; if it stacks experts, the entry of this part's expert.
+            whole: the stored tensor; if it stacks experts, only the slice of this part's expert.
         """
         if not self.transposed:
             return whole[self.outputs]
@@ -57,7 +58,9 @@ class StoredPart:
 
 
 class ModelReader(CheckpointReader):
-    """Reader with one tensor per linear; see the module's docstring. All names are those of the view.
+    """Reader with one tensor per linear; see the module's docstring.
+
+    Names in arguments and results are those of the view, unless stated otherwise.
 
     Args:
         path: directory of the checkpoint.
@@ -72,7 +75,7 @@ class ModelReader(CheckpointReader):
 
     @classmethod
     def of(cls, reader: CheckpointReader, family: Family) -> "ModelReader":
-        """Return a reader with one tensor per linear that shares the open files of another reader."""
+        """Return a reader with one tensor per linear that shares the headers that another reader has read."""
         view = cls.__new__(cls)
         view._share(reader)
         view._view(family)
@@ -87,14 +90,14 @@ class ModelReader(CheckpointReader):
         return part.of(whole).clone(memory_format=torch.contiguous_format)
 
     def stored_scheme(self, name: str) -> LinearScheme | None:
-        """See `CheckpointReader`; None for tensors that transformers converts on loading."""
+        """See `CheckpointReader`; also None for tensors that transformers converts on loading."""
         part = self._parts.get(name)
         if name in self._made or (part is not None and part.stored in self._made):
             return None
         return super().stored_scheme(name)
 
     def codes(self, name: str) -> QuantizedTensor:
-        """Return the codes (N, K) of a weight; `stored_scheme` must not be None for it.
+        """Return the codes (N, K) of a weight whose `stored_scheme` is not None.
 
         Raises:
             SchemeError: the weight shares a block scale with another part of the stored tensor.
@@ -111,20 +114,21 @@ class ModelReader(CheckpointReader):
         rows = weight.scheme.block_rows
         if rows not in (1, None) and (step != 1 or start % rows):
             raise SchemeError(
-                f"{name} starts inside a block of {rows} outputs of {part.stored}, so its codes cannot be kept"
+                f"{name} shares a block of {rows} outputs of {part.stored} with another linear, so its codes cannot be "
+                "kept"
             )
         return weight.take_rows(torch.arange(weight.shape[0])[part.outputs])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """See `CheckpointReader`; reads the whole tensor if it is a part of a stored one."""
+        """See `CheckpointReader`; a tensor that is not stored as it is, e.g. one expert of a stack, is read whole."""
         return self.tensor(name)[start:stop].clone() if self._is_view(name) else super().rows(name, start, stop)
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """See `CheckpointReader`; reads the whole tensor if it is a part of a stored one."""
+        """See `CheckpointReader`; a tensor that is not stored as it is, e.g. one expert of a stack, is read whole."""
         return self.tensor(name)[indices.cpu()] if self._is_view(name) else super().gather_rows(name, indices)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
-        """See `CheckpointReader`; a part of a stored tensor is one chunk."""
+        """See `CheckpointReader`; a tensor that is not stored as it is, e.g. one expert of a stack, is one chunk."""
         if self._is_view(name):
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
         else:
@@ -135,7 +139,7 @@ class ModelReader(CheckpointReader):
 
         Args:
             tensors: tensors, keyed by their names in this view. The parts of one stored tensor are joined only if all
-                of them are in `tensors`. Otherwise, for example because some are stored as codes, they stay separate.
+                of these parts are in `tensors`. Otherwise, e.g. because some are stored as codes, all stay separate.
         Returns:
             Tensors, keyed by the names to write.
         """
@@ -163,7 +167,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
-        """Return the name in the files for a tensor of this view; parts of a stored tensor keep their names."""
+        """Return the name to write for a tensor of this view; a part of a stored tensor gets a name of its own."""
         if self._family.stored_names is not None:
             return self._family.stored_names.of(name)
         for own, stored in _renamed(self._family):
@@ -172,7 +176,11 @@ class ModelReader(CheckpointReader):
         return name
 
     def write_converted(self, sources: Container[str]) -> bool:
-        """Make `restore` keep the converted form of these stored tensors; return whether this changes anything."""
+        """Make `restore` keep the converted form of stored tensors; return whether any of them is converted.
+
+        Args:
+            sources: names of the stored tensors.
+        """
         kept = [item for item in self._conversions() if any(name in sources for name in item.sources)]
         self._unrestored |= {id(item) for item in kept}
         return bool(kept)
@@ -202,7 +210,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tuple(value.shape) for name, value in blank.items()}
 
     def _whole_parts(self, present: Container[str]) -> dict[str, list[str]]:
-        """Return the parts of each stored tensor whose parts are all present."""
+        """Return the names of a stored tensor's parts if all are in `present`, keyed by the stored tensor's name."""
         parts: dict[str, list[str]] = {}
         for name, part in self._parts.items():
             parts.setdefault(part.stored, []).append(name)
@@ -212,7 +220,7 @@ class ModelReader(CheckpointReader):
         return name in self._parts or name in self._made
 
     def _converted(self, name: str) -> Tensor:
-        """Return a tensor that transformers converts from stored ones; the latest results are cached."""
+        """Return a tensor that transformers converts from stored tensors; the latest results are cached."""
         conversion = self._made[name]
         with self._converting:  # several threads may read parts of the same tensor
             if id(conversion) not in self._kept:
@@ -255,8 +263,9 @@ class ModelReader(CheckpointReader):
         self.names = tuple(sorted(name for name in self._tensors if name not in copied))
 
     def _convert(self, family: Family) -> set[str]:
-        """Add the converted tensors to the view; return the names of those that are not written, because
-        the stored tensors that they come from are copied instead.
+        """Add the converted tensors to the view; return the names of the converted tensors outside the layers.
+
+        These tensors are not written: the stored tensors that they are converted from are copied instead.
         """
         copied: set[str] = set()
         for conversion in family.stored_names.conversions if family.stored_names else ():
@@ -295,7 +304,10 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
 
 
 def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
-    """Rename tensors to the names of the causal LM; a wrapper, or the model inside the LM, may have saved the files."""
+    """Rename tensors to the names of the causal LM.
+
+    Other names occur if the files were saved from a multimodal wrapper, or from the backbone alone.
+    """
     if family.stored_names is not None:
         return {own: tensors[name] for name, own in family.stored_names.own(tuple(tensors)).items()}
     pairs, (prefix, _, inside) = _renamed(family), family.layers.partition(".")
@@ -310,7 +322,11 @@ def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str,
 
 
 def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, StoredPart]]:
-    """Return the parts of each stored tensor that is not itself a tensor of the view; both are keyed by name."""
+    """Find the stored tensors that the view shows in parts, transposed, or under another name.
+
+    Returns:
+        Parts, keyed first by the name of the stored tensor, then by the name of the part in the view.
+    """
     layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
     parts_of: dict[str, dict[str, StoredPart]] = {}
     own_names = {stored: own for own, stored in family.stored_tensors.items()}
@@ -331,12 +347,14 @@ def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, 
 
 
 def expert_parts(name: str, local: str, shape: tuple[int, ...], data: Experts) -> Iterator[tuple[str, StoredPart]]:
-    """Yield the relative name and the part of each expert's linears in a stacked tensor; nothing for other tensors.
+    """Yield the linears of all experts in a stacked tensor: name relative to the layer, and part of the tensor.
+
+    Yield nothing if the tensor does not stack experts.
 
     Args:
-        name: name of the tensor.
-        local: its name relative to the layer.
-        shape: its shape.
+        name: full name of the tensor.
+        local: name of the tensor relative to the layer.
+        shape: shape of the tensor.
         data: description of the family's experts.
     """
     for stacked, linears in ((data.stacked_up, data.up), (data.stacked_down, (data.down,))):

@@ -33,7 +33,7 @@ if sys.byteorder != "little":
 
 
 class CheckpointReader:
-    """The tensors and files of one model directory, or of a GGUF file as if it were one.
+    """Reader of the tensors and files of one model directory, or of a GGUF file, which it presents as a directory.
 
     A worked example, for a (5, 2) tensor "w":
 
@@ -64,7 +64,7 @@ class CheckpointReader:
         self._digests: dict[str, str] = {}  # shared with views
 
     def _share(self, reader: "CheckpointReader") -> None:
-        """Share the headers that another reader has read and checked."""
+        """Take over all attributes of another reader, so that its headers need not be read and checked again."""
         self.__dict__ |= reader.__dict__
 
     @classmethod
@@ -81,9 +81,9 @@ class CheckpointReader:
         """Return a reader that presents the same files as another model.
 
         Args:
-            tensors: tensors of that model, keyed by name, built from those of the files.
-            config: contents of its config.json.
-            note: remark for the user.
+            tensors: descriptions of that model's tensors, which refer to the same files, keyed by name.
+            config: contents of that model's config.json.
+            note: remark for the user, which the view adds to its `notes`.
         """
         view = copy.copy(self)
         view._tensors, view.names, view.config = dict(tensors), tuple(sorted(tensors)), config
@@ -111,7 +111,7 @@ class CheckpointReader:
         return self._tensors[name]
 
     def stored_scheme(self, name: str) -> LinearScheme | None:
-        """Return the scheme of a quantized weight; None = the weight is not quantized."""
+        """Return the scheme of a weight's codes; None = the weight is not quantized, or only its values can be read."""
         info = self._tensors.get(name)
         return info.scheme if isinstance(info, EncodedInfo) else None
 
@@ -143,7 +143,9 @@ class CheckpointReader:
             return _read(file, info, 0, info.num_bytes).view(info.dtype).view(info.shape)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop) of the first dimension, and only their bytes.
+        """Read rows [start, stop) of the first dimension, and only the bytes of these rows.
+
+        A quantized weight in a format other than GGUF is read and dequantized whole.
 
         Args:
             name: name of a tensor (N, ...).
@@ -164,9 +166,10 @@ class CheckpointReader:
         return data.view(info.dtype).view(stop - start, *info.shape[1:])
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """Read rows by index, e.g. the embeddings of some tokens; reads only their bytes, in the order of the file.
+        """Read rows by index, e.g. the embeddings of some tokens, and only the bytes of these rows, in file order.
 
-        Besides the result, this needs a few MiB of memory and a few bytes per index.
+        Besides the result, this needs a few MiB of memory and a few bytes per index. A quantized weight in a format
+        other than GGUF is read and dequantized whole.
 
         Args:
             name: name of a tensor (N, ...).
@@ -185,7 +188,14 @@ class CheckpointReader:
         return self._gather(info, rows).view(*indices.shape, *info.shape[1:])
 
     def _gather(self, info: TensorInfo, rows: Tensor) -> Tensor:
-        """Return the rows with these numbers (T,) of a tensor: (T, ...)."""
+        """Return the rows of a tensor at the given row indices.
+
+        Args:
+            info: description of the tensor (N, ...).
+            rows: (T,) int64.
+        Returns:
+            (T, ...) in new memory.
+        """
         if isinstance(info, BlocksInfo) and not info.transposed:
             return info.dequantize(self._gather(info.stored, info.order(rows)))
         if isinstance(info, EncodedInfo):
@@ -201,7 +211,7 @@ class CheckpointReader:
         return result.view(-1).view(info.dtype).view(len(rows), *info.shape[1:])
 
     def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
-        """Yield the raw bytes of a tensor, at most `size` at a time.
+        """Yield the raw bytes of a tensor, at most `size` at a time; for a quantized weight, the bytes of its values.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
@@ -252,7 +262,7 @@ def value_chunks(value: Tensor, size: int = CHUNK_BYTES) -> Iterator[memoryview]
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return size and modification time of a file, which change when the file is written."""
+    """Return the size and the modification time of a file: at least one changes when the file is written."""
     with opened(path) as file:
         status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
@@ -263,7 +273,7 @@ def _row_bytes(info: TensorInfo) -> int:
 
 
 def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield runs of consecutive rows among the requested ones, in ascending order, with at most `limit` positions each.
+    """Yield runs of consecutive rows among `asked`, in ascending order, with at most `limit` positions each.
 
     For asked = [7, 3, 8, 3] and a large limit: (3, 4, [1, 3]) and (7, 9, [0, 2]).
 
@@ -272,7 +282,7 @@ def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
         limit: maximum number of positions, > 0.
     Yields:
         first, last: rows [first, last) to read.
-        positions: the positions in `asked` of these rows.
+        positions: the positions in `asked` that request these rows.
     """
     order = torch.argsort(asked, stable=True)
     rows = asked[order]

@@ -25,7 +25,7 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
 
     Args:
         folder: folder of the model; may itself be reached through a link.
-        deep: check all folders inside it, not only those that are read.
+        deep: whether to check all folders inside `folder`, not only those that transformers reads.
     Raises:
         ModelError: a link leads elsewhere; the message names the link and its target.
     """
@@ -44,7 +44,7 @@ def check_pointers(folder: Path) -> None:
     Args:
         folder: folder of the model.
     Raises:
-        ModelError: there is such a file; the message names it and its target.
+        ModelError: there is such a file; the message names it.
     """
     if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(
@@ -78,7 +78,10 @@ def _blobs(root: Path) -> Path | None:
 
 
 def _entries(folder: Path, deep: bool) -> Iterator[Path]:
-    """Yield the entries of a folder in order, then those of the folders in it that are read."""
+    """Yield the entries of a folder, sorted by name, then the entries of the folders inside it.
+
+    If not `deep`, enter only the folders that transformers reads.
+    """
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
     for entry in inside:

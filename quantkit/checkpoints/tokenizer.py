@@ -29,7 +29,7 @@ _TURNS = tuple({"role": role, "content": "x"} for role in ("user", "assistant", 
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a transformers tokenizer, without running or offering to run code from its folder.
+    """Load a transformers tokenizer without running code from its folder, and without asking whether to run it.
 
     Args:
         folder: folder of the model, or a GGUF file.
@@ -49,7 +49,7 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"{folder}: cannot load the tokenizer: {first_line(error)}") from error
 
     _check_growth(folder, getattr(tokenizer, "backend_tokenizer", None))
-    # For instance, a step that inserts text, repeated thirty times, turns a line into gigabytes.
+    # For instance, thirty steps that each insert text can turn a line into gigabytes.
     if not ends_well(partial(_try_out, tokenizer), seconds=_TIMEOUT_S, num_bytes=_MAX_BYTES):
         raise ModelError(
             f"{folder}: the tokenizer fails on a line of text, or needs over {_TIMEOUT_S:.0f} s or 1 GiB for it; "
@@ -59,12 +59,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Render a conversation with a chat template, which is not trusted.
+    """Render a conversation with an untrusted chat template.
 
     Args:
         renderer: a tokenizer or processor of transformers that has a template.
-        messages: [{"role": "user", "content": "..."}, ...]; not modified. The arguments of tool calls may be an object
-            or its JSON: the template gets what it expects.
+        messages: [{"role": "user", "content": "..."}, ...]; not modified. The arguments of a tool call may be an object
+            or JSON text; the template receives the form that it expects.
         options: further variables for the template.
     Raises:
         TimeoutError: the template takes too much time or memory.
@@ -93,7 +93,7 @@ _TRIED_TEMPLATES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def _with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[Mapping[str, Any]]:
-    """Return the messages with the arguments of tool calls converted to JSON text, or to objects."""
+    """Return the messages with the arguments of all tool calls as JSON text, or as objects if not `as_text`."""
     return [
         {**message, "tool_calls": [_with_argument(call, as_text) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -120,8 +120,8 @@ def _with_argument(call: Any, as_text: bool) -> Any:
 def _takes_text(renderer: Any) -> bool:
     """Whether a chat template expects the arguments of tool calls as JSON text.
 
-    Most templates write an object as JSON themselves. Some append the arguments to a text: they fail on an object, or
-    show it as Python does.
+    Most templates convert an object to JSON themselves. Others insert the arguments into a text without converting
+    them: such a template fails on an object, or prints it as a Python dict.
     """
     template = str(renderer.chat_template)
     known, answer = _TEXT_TEMPLATES.get(renderer, ("", False))
@@ -208,7 +208,7 @@ def _try_out(tokenizer: Any) -> None:
 
 @contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """While open, send stdout to stderr: Rust code prints warnings with `println!`, and stdout is for results."""
+    """Redirect stdout to stderr in the `with` block: Rust code prints warnings to stdout, which is for results only."""
     try:
         stdout = os.dup(1)
     except OSError:  # closed

@@ -38,7 +38,9 @@ class _Commands(CommandGroup):
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
-        """Run the command; with `standalone_mode` (the default), exit with the error's code if there is an error."""
+        """Run the command. With `standalone_mode` (the default), report an error and end the process with an exit code;
+        otherwise return the result or raise the error.
+        """
         words = list(sys.argv[1:] if args is None else args)
         if "--verbose" not in words:
             os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # hides its retries; quantkit reports the failure
@@ -82,8 +84,9 @@ def _keep_torch_out_of_tmp() -> None:
 
 
 def _mended(error: BaseException) -> BaseException:
-    """Return the error for an unknown option with a better suggestion; click's own would suggest `--verify` for
-    `--overwrite`.
+    """Return the error for an unknown option with a better suggestion, and any other error unchanged.
+
+    Click's own suggestion for `--overwrite` would be `--verify`.
     """
     if not isinstance(error, click.NoSuchOption):
         return error
@@ -105,7 +108,7 @@ def _print_version(ctx: click.Context, _option: click.Parameter, is_given: bool)
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version."
 )
 def main() -> None:
-    """Compress Hugging Face causal language models, layer by layer, to checkpoints that the ecosystem loads.
+    """Compress Hugging Face causal language models, layer by layer, to checkpoints that common engines load.
 
     \b
     Examples:

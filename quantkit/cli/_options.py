@@ -69,7 +69,7 @@ def _identifier(name: str) -> str:
 
 
 def _value(field: Field[Any], value: Any) -> Any:
-    """Return the value given for a field; None if there is none."""
+    """Return the value that the user gave for a field, parsed; None if the user gave none."""
     if _repeatable(field):
         return (sum(value, ()) if "commas" in field.metadata else value) or None
     return field.metadata["read"](value) if "read" in field.metadata and value is not None else value
@@ -202,7 +202,7 @@ def launch_ranks(nproc: int) -> NoReturn:
 
 
 def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[..., None]:
-    """Add `--nproc`, which runs the command in several processes. Processes that torchrun started form one job too.
+    """Add `--nproc`, which runs the command in several processes. Processes started by torchrun share the work too.
 
     Args:
         function: the command.

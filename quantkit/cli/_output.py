@@ -51,7 +51,9 @@ def open_streams() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line on stderr; ignore a closed stderr, which is no reason to end hours of work."""
+    """Print a line on stderr, or on another stream. A closed stream is ignored, because it is no reason to end hours of
+    work.
+    """
     with contextlib.suppress(OSError):
         click.echo(printable(text), file=stream or sys.stderr)
 
@@ -164,7 +166,7 @@ class Output:
     Args:
         as_json: print one JSON object on stdout and nothing else there.
         quiet: print results only, no progress and no warnings.
-        stream: stream for progress: stderr as it was at first, even while it is redirected to hide output of libraries.
+        stream: stream for progress: the original stderr, even while stderr is redirected to hide output of libraries.
     """
 
     as_json: bool
@@ -200,7 +202,7 @@ class Output:
             console.print(*([""] if position else []), drawn, sep="\n")
 
     def require(self, held: bool, failure: Callable[[], str]) -> None:
-        """Raise GateFailure unless `held`; with --json, only the exit code reports it.
+        """Raise GateFailure unless `held`. With --json, end the command with the same exit code but without an error.
 
         Raises:
             GateFailure: `held` is False; the message comes from `failure`.

@@ -124,7 +124,7 @@ def _num(summary: dict[str, Any], key: str) -> int:
 
 
 def showing_layers(output_to: Output) -> Any:
-    """Return a function that shows the current layer on a terminal's stderr, over the previous one."""
+    """Return a function that prints the current layer over the previous one, if stderr is a terminal."""
 
     def show(done: int, total: int, name: str) -> None:
         # In a file carriage returns erase nothing.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 NO_CACHE_TOKENS, NO_CACHE_PROMPT = 1000, 16
 ONE_MODEL = (
-    "bench measures one model that has its device to itself, not several processes; leave out --nproc and torchrun, "
-    "or serve the model and give its address as --url"
+    "bench measures a model in one process, which has the device to itself; leave out --nproc and torchrun, or serve "
+    "the model and give the server's address as --url"
 )
 
 
@@ -32,9 +32,9 @@ ONE_MODEL = (
     short_help="Measure latency, throughput and memory.",
 )
 @click.argument("checkpoint", required=False)
-@click.option("--against", metavar="MODEL", help="Measure this model in turns with CHECKPOINT, and compare them.")
-@click.option("--url", metavar="URL", help="Measure the server at this address; CHECKPOINT gives its vocabulary.")
-@click.option("--no-cache", is_flag=True, help="Compare with recomputing the whole context for every token; slow.")
+@click.option("--against", metavar="MODEL", help="Measure this model too, in turns with CHECKPOINT, and compare them.")
+@click.option("--url", metavar="URL", help="Measure the server at this address; prompts use CHECKPOINT's vocabulary.")
+@click.option("--no-cache", is_flag=True, help="Compare the KV cache with recomputing the context every step; slow.")
 @click.option("--batching", type=click.Choice(["static"]), help="Also measure static batches, for comparison.")
 @runtime_options
 @option_group("workload", settings_of(BenchmarkOptions))
@@ -57,8 +57,8 @@ def command(
     Prompts are random tokens, and every request runs to its full length. Run nothing else on the machine meanwhile.
 
     \b
-    MBU, MFU: the shares that a step reaches of the memory bandwidth and of the
-    speed of a large matrix product, both measured in the same run.
+    MBU, MFU: the share of the memory bandwidth, and of the speed of a large
+    matrix product, that a step reaches. Both are measured in the same run.
 
     \b
     Examples:
@@ -69,7 +69,7 @@ def command(
       quantkit bench --url http://127.0.0.1:8000 --batch 1,32
     """
     if url and (no_cache or against or batching or engine or vllm is not None):
-        raise click.UsageError("--url measures a running server, so give only options of the workload with it")
+        raise click.UsageError("--url measures a running server; give only --url, CHECKPOINT and workload options")
     if no_cache and (against or vllm is not None):
         raise click.UsageError("--no-cache compares quantkit's engine with itself; leave out --engine and --against")
     if no_cache:
@@ -119,7 +119,9 @@ def _bench_models(
 def _measure(
     output_to: Output, engine: dict[str, Any], models: list[str | None], options: BenchmarkOptions
 ) -> tuple[list[BenchmarkResult], list[dict[str, Any]], list[Callable[[], Table | None]]]:
-    """Return the results of quantkit's engine, further numbers of each model, and further tables of the first model."""
+    """Measure the models in quantkit's engine. Return the results, further numbers of each model, and functions that
+    build further tables of the first model.
+    """
     from quantkit.benchmark import run as benchmark
     from quantkit.benchmark.ceilings import fit_itl, fit_ttft
     from quantkit.benchmark.diagnosis import diagnose

@@ -63,7 +63,7 @@ class _Conversation:
 
     @property
     def stats(self) -> str:
-        """Format the times of the last answer."""
+        """Times of the last answer, as text."""
         if len(self.times) < 2:
             return "nothing was answered yet"
         asked, first, last = self.times[0], self.times[1], self.times[-1]
@@ -73,7 +73,7 @@ class _Conversation:
 
 @click.command("chat", cls=Command, short_help="Chat with a model in the terminal.")
 @click.argument("checkpoint", required=False)
-@click.option("--url", metavar="URL", help="Chat with the server at this address instead.")
+@click.option("--url", metavar="URL", help="Chat with the server at this address, not with CHECKPOINT.")
 @click.option("--system", metavar="TEXT", help="System message.")
 @option_group("sampling", _SAMPLING, shown={"max_tokens": "as many as fit"})
 @runtime_options

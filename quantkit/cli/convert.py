@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HOW: Settings = {
     "type_name": setting(
         None,
-        "Number type in a GGUF file, for an unquantized model: q4_k, q6_k, q8_0, f16...",
+        "Number type in the GGUF file, if CHECKPOINT is not quantized: q4_k, q6_k, q8_0, f16...",
         flag="--type TYPE",
         read=str.lower,
     ),

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 _ENGINE: Settings = {
-    "max_sequences": setting(None, "Sequences computed together.", flag="--batch", minimum=1, shown="64"),
+    "max_sequences": setting(
+        None, "Maximum number of sequences computed together.", flag="--batch", minimum=1, shown="64"
+    ),
     **settings_of(EngineConfig),
 }
 

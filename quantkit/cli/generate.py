@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command("generate", cls=Command, short_help="Stream text from the bundled runtime.")
 @click.argument("checkpoint", required=False)
 @click.option("--prompt", required=True, metavar="TEXT", help="Prompt to continue; '-' reads it from stdin.")
-@click.option("--chat", is_flag=True, help="Put the prompt as a user's message into the model's chat template.")
+@click.option("--chat", is_flag=True, help="Format the prompt as a user's message with the chat template.")
 @click.option("--system", metavar="TEXT", help="System message before the prompt, with --chat.")
 @option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
 @click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _HOW: Settings = {
     "data": setting(
         "bundled",
-        "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].",
+        "Calibration text: 'bundled', a .txt or .jsonl file, or hub:NAME[:CONFIG].",
         flag="--calibration NAME|FILE",
     ),
     "samples": setting(128, "Number of calibration sequences.", flag="--samples", minimum=1),
     "sequence_length": setting(512, "Tokens per calibration sequence.", flag="--sequence-length", minimum=8),
-    "seed": setting(0, "Seed of the choice of calibration sequences.", flag="--seed", minimum=0),
+    "seed": setting(0, "Seed for choosing calibration sequences.", flag="--seed", minimum=0),
     "device": RUN["device"],
     "overwrite": RUN["overwrite"],
 }

@@ -30,10 +30,10 @@ _SHOWN = 100  # characters of an entry of a GGUF file
 def command(output_to: Output, *, checkpoint: str | None, other: str | None, device: str | None) -> None:
     """Show what CHECKPOINT stores: number types, bits per weight, sizes, per-layer errors, and which engines read it.
 
-    It reads directories in any known format, unquantized models and GGUF files. Per-layer errors are known only for
-    checkpoints that quantkit wrote. With a second checkpoint, it shows the differences between the two. With --device
-    and no checkpoint, it compares the kernels with torch on a GPU of this machine and stores the verdicts; the first
-    load of a model on that GPU does the same.
+    CHECKPOINT is a directory in any known format, an unquantized model or a GGUF file. Per-layer errors are known only
+    for checkpoints that quantkit wrote. With a second checkpoint, quantkit shows the differences between the two. With
+    --device and no checkpoint, it compares its kernels with torch on a GPU of this machine and stores the verdicts; the
+    first load of a model on that GPU does the same.
 
     \b
     Examples:

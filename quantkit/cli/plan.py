@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _DEVICE: Settings = {
     "name": setting(
         None,
-        "Device for which to show what fits and how fast it could be: h200, h100, a100, l40s, 4090, ...",
+        "Show what fits on this device, and how fast it could be: h200, h100, a100, l40s, 4090, ...",
         flag="--device NAME",
     ),
     "memory_bytes": setting(
@@ -53,15 +53,15 @@ _DEVICE: Settings = {
 }
 _ESTIMATE: Settings = {
     "shape_file": setting(
-        None, "YAML or JSON file with some of the sizes in a config.json, instead of MODEL.", flag="--shape FILE"
+        None, "YAML or JSON file with sizes named as in a config.json, instead of MODEL.", flag="--shape FILE"
     ),
     "params": setting(
         None,
-        "Number of parameters, instead of MODEL: 7B, or 30B-A3B with 3 billion used per token.",
+        "Number of parameters, instead of MODEL: 7B, or 30B-A3B if each token uses 3 billion of 30 billion.",
         flag="--params NUMBER",
     ),
     "recipe": setting(
-        None, "Plan this recipe; without one, compare the usual number types.", flag="--recipe NAME|FILE"
+        None, "Plan this recipe; without --recipe, compare the usual number types.", flag="--recipe NAME|FILE"
     ),
     "context": setting(
         None,
@@ -70,7 +70,7 @@ _ESTIMATE: Settings = {
         read=parse_tokens,
         shown="4096 or the model's",
     ),
-    "batch": setting(1, "Sequences at once.", flag="--batch", minimum=1),
+    "batch": setting(1, "Number of sequences computed together.", flag="--batch", minimum=1),
     "prompt": setting(
         None,
         "Number of prompt tokens for the prefill time.",
@@ -80,7 +80,7 @@ _ESTIMATE: Settings = {
     ),
     "kv_cache": setting(
         None,
-        "Number type of keys and values: auto, bf16, fp8, int8 or int4; without it, all are compared.",
+        "Number type of keys and values: auto, bf16, fp8, int8 or int4; without --kv-cache, compare all.",
         flag="--kv-cache TYPE",
     ),
     **settings_of(EngineConfig, "kv_budget", "kv_policy"),
@@ -90,8 +90,8 @@ _ESTIMATE: Settings = {
     "engine": setting(
         None,
         (
-            "Engine that must read the recipe's result: vllm, vllm:cpu, sglang, transformers, ...; without it, all are "
-            "listed."
+            "Engine that must read the recipe's result: vllm, vllm:cpu, sglang, transformers, ...; without --engine, "
+            "list all."
         ),
         flag="--engine NAME[:DEVICE]",
     ),
@@ -108,7 +108,7 @@ def command(
 ) -> None:
     """Estimate the memory and the best possible speed of MODEL from its shape; nothing is measured.
 
-    MODEL is a directory, a config.json or a hub id; of its weights, only the headers are read. Without MODEL, the
+    MODEL is a directory, a config.json or a hub id; quantkit reads only the headers of weight files. Without MODEL, the
     bundled demo model is used. A floor is the minimum time of a step: the larger of bytes / bandwidth and operations /
     peak.
 
@@ -143,7 +143,7 @@ def _overview(plan: Estimate) -> Table:
     if shape.layers:
         rows += [
             ("attention", "; ".join(f"{count} x {kind}" for kind, count in shape.attention_kinds.items())),
-            ("longest context", f"{shape.max_length:,} tokens" if shape.max_length else "not said"),
+            ("longest context", f"{shape.max_length:,} tokens" if shape.max_length else "unknown"),
             ("activations", f"{byte_size(plan.activations)}, an estimate for steps of {STEP_TOKENS} tokens"),
         ]
     if plan.eviction.budget is not None:
@@ -250,7 +250,7 @@ def _footnote(plan: Estimate) -> str:
     if not rates:
         return text
     return (
-        f"{text} step: floor of a decode step of batch {plan.batch} at {plan.context:,} tokens; tokens/s: its speed; "
-        f"prefill: floor for {plan.prompt:,} tokens. All assume {' and '.join(rates)}, without any loss. Good engines "
-        "reach 55 to 85 % of this speed."
+        f"{text} step: floor of a decode step of batch {plan.batch} at {plan.context:,} tokens; tokens/s: the speed at "
+        f"this floor; prefill: floor for {plan.prompt:,} tokens. All assume {' and '.join(rates)}, without any loss. "
+        "Good engines reach 55 to 85 % of this speed."
     )

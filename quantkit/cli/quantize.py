@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 _RECIPES = "the recipe's"
 _FIELDS: Settings = {
     "calibration.data": setting(
-        None, "Calibration text: bundled, a .txt or .jsonl file, or hub:NAME[:CONFIG].", flag="--calibration NAME|FILE"
+        None,
+        "Calibration text: 'bundled', a .txt or .jsonl file, or hub:NAME[:CONFIG].",
+        flag="--calibration NAME|FILE",
     ),
     "calibration.images": setting(
-        None, "Calibration images: bundled, a folder, or a .jsonl file.", flag="--images NAME|DIR|FILE"
+        None, "Calibration images: 'bundled', a folder, or a .jsonl file.", flag="--images NAME|DIR|FILE"
     ),
     "calibration.samples": setting(
         None, "Number of calibration sequences.", flag="--samples", minimum=1, shown=_RECIPES
@@ -36,7 +38,7 @@ _FIELDS: Settings = {
     ),
     "imatrix": setting(
         None,
-        "Importance matrix from llama.cpp, instead of calibration data; it weights the rounding errors of each input.",
+        "Importance matrix from llama.cpp: how much errors of each input matter. It replaces calibration data.",
         flag="--imatrix FILE",
     ),
     "format": setting(None, "On-disk format of the result.", flag="--format NAME", shown=_RECIPES),
@@ -44,13 +46,13 @@ _FIELDS: Settings = {
 }
 _ACTIVATIONS = setting(
     "auto",
-    "Where to keep hidden states between layers; auto: in memory if a GPU computes, else on disk.",
+    "Where to keep hidden states between layers; auto = in memory if a GPU computes, otherwise on disk.",
     flag="--activations",
     choices=("auto", "ram", "disk"),
 )
 _NPROC = setting(
     1,
-    "Number of processes on this machine that share the work; the result does not depend on it.",
+    "Number of processes on this machine that share the work; the result does not depend on this number.",
     flag="--nproc N",
     minimum=1,
 )
@@ -58,7 +60,7 @@ _ENGINE = setting(
     None,
     "Engine that must be able to read the result, with its device if known: vllm, vllm:h100, vllm:cpu, sglang, "
     "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. quantkit refuses at once if the engine could not "
-    "read it.",
+    "read the result.",
     flag="--for ENGINE[:DEVICE]",
 )
 
@@ -66,12 +68,12 @@ _ENGINE = setting(
 @click.command("quantize", cls=Command, short_help="Compress a model.")
 @click.argument("model", required=False)
 @click.option("--recipe", required=True, metavar="NAME|FILE", help="A shipped recipe or a .yaml file.")
-@click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<model>-<recipe>]")
+@click.option("-o", "--output", metavar="DIR", help="Directory or .gguf file to create.  [default: ./<model>-<recipe>]")
 @set_option
 @option_group("fields", _FIELDS)
 @option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
 @push_option
-@click.option("--verify", is_flag=True, help="Verify the result. If a gate fails: it becomes DIR.failed, exit code 3.")
+@click.option("--verify", is_flag=True, help="Verify the result. If a gate fails, keep it as DIR.failed; exit code 3.")
 @gate_option
 def command(
     output_to: Output,
@@ -195,7 +197,7 @@ def _share(result: CompressionResult) -> str | None:
         return None
     kinds = list(result.unquantized)
     others = ", ".join(kinds[:3]) + (f" and {len(kinds) - 3} more kinds" if len(kinds) > 3 else "")
-    return f"{result.quantized_share:.1%} of the decoder's weights" + (f"; not {others}" if kinds else "")
+    return f"{result.quantized_share:.1%} of the decoder's weights" + (f"; unquantized: {others}" if kinds else "")
 
 
 def _times(result: CompressionResult) -> str:
@@ -207,7 +209,7 @@ def _times(result: CompressionResult) -> str:
 def _worst(result: CompressionResult) -> Table:
     four = "{:.4f}".format
     return Table(
-        title="worst linears by relative error, beside that of round-to-nearest",
+        title="worst linears by relative error, beside the error of round-to-nearest",
         columns=(*(Column("linear"), Column("weights"), Column("error", four), Column("rounded", four), Column("of")),),
         rows=tuple(
             # The part after the comma describes the activations, which this error does not include.

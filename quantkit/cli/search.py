@@ -36,11 +36,11 @@ def command(
     how: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Measure how much each part of MODEL loses at each number of bits, choose the bits for a target, and write a
+    """Measure the loss of each part of MODEL at each number of bits, choose the bits that meet a target, and write a
     recipe.
 
-    Without MODEL, the bundled demo model is used. `quantkit quantize` runs the recipe unchanged. The expected and the
-    measured KL are printed and written into the recipe.
+    Without MODEL, the bundled demo model is used. The recipe can be given to `quantkit quantize` as it is. The expected
+    and the measured KL are printed and written into the recipe.
 
     \b
     Examples:
@@ -51,7 +51,7 @@ def command(
       quantkit search --format gguf --size 1500KiB --set calibration.samples=8
     """
     if len(target) != 1:
-        raise click.UsageError("give one of --bits, --size, --kl and --recovery")
+        raise click.UsageError("give exactly one of --bits, --size, --kl and --recovery")
     from quantkit.bit_search import run
     from quantkit.bit_search.start import start_recipe
 
@@ -89,8 +89,8 @@ def _choices(result: SearchResult) -> Table:
 def _missed(result: SearchResult) -> str:
     reached = f"KL {result.measured_kl:.5f}" if result.recovery is None else f"recovery {result.recovery:.2f} %"
     return (
-        f"{result.target} was not reached: {result.recipe} gives {reached} at {result.bits_per_weight:.3f} bits; "
-        "relax the target, or give larger candidates"
+        f"{result.target} was not reached: {result.recipe} gives {reached} at {result.bits_per_weight:.3f} bits per "
+        "weight; relax the target, or give candidates with more bits"
     )
 
 

@@ -14,10 +14,10 @@ from quantkit.settings import setting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """Address, access and limits of a server. Each field is described beside it."""
+    """Address, access and limits of a server. The setting of each field describes it."""
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
+    port: int = setting(8000, "Port to listen on; 0 = any free port.", flag="--port", minimum=0, maximum=65535)
     api_key: str | None = setting(
         None, "Key that clients must send.", flag="--api-key KEY", kind=str, shown="$QUANTKIT_API_KEY, or none"
     )
@@ -86,7 +86,9 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         from quantkit.server.bridge import Bridge
         from quantkit.server.run import HttpServer, bind, is_public
     except ModuleNotFoundError as error:
-        raise InputError(f"serving needs {error.name}; {install_command('serve')}") from None
+        raise InputError(
+            f"serving needs the package {error.name}, which is not installed; run {install_command('serve')}"
+        ) from None
     from quantkit.runtime.llm import LLM
 
     key = options.api_key or os.environ.get("QUANTKIT_API_KEY") or None

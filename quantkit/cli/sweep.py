@@ -32,7 +32,7 @@ _HOW: Settings = {
     "output": setting(Path("sweep"), "Folder for all output.", flag="-o --output DIR", kind=Path),
     **settings_of(SearchOptions, "on", "jobs"),
     **settings_of(EngineConfig, "device"),
-    "threads": setting(None, "CPU threads of each trial.", flag="--threads", minimum=1, shown="cores over --jobs"),
+    "threads": setting(None, "CPU threads of each trial.", flag="--threads", minimum=1, shown="cores / --jobs"),
     "resume": RUN["resume"],
 }
 
@@ -55,9 +55,9 @@ def command(
     """Compress each of MODELS with each of RECIPES, and verify the results. Separate names with commas; `demo` is the
     bundled model.
 
-    Each pair is a trial, which runs in its own process here or as a task of Ray. Finished trials are kept, so the same
-    command continues where it stopped. If a trial fails, a table shows the reason, and the sweep ends with the trial's
-    exit code.
+    Each pair of a model and a recipe is a trial, which runs in its own process on this machine or as a task of Ray.
+    Finished trials are kept, so the same command continues where it stopped. If a trial fails, a table shows the
+    reason, and the sweep ends with the trial's exit code.
 
     \b
     Examples:
@@ -77,10 +77,10 @@ def command(
         lambda: _numbers(records, compared, options.output),
         *_tables(compared),
         lambda: _failures(failed) if failed else None,
-        lambda: f"everything is in {options.output}",
+        lambda: f"all output is in {options.output}",
     )
     if failed:
-        say(f"error: {len(failed)} of {len(records)} trials failed: {failed[0].name}: {failed[0].reason}")
+        say(f"error: {len(failed)} of {len(records)} trials failed; the first is {failed[0].name}: {failed[0].reason}")
         codes = {record.exit_code for record in failed}
         click.get_current_context().exit(1 if 1 in codes else max(codes))  # 1, a bug, is the most serious
 
@@ -92,7 +92,9 @@ def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Map
     if all(recipe.calibration is None for recipe in recipes):
         ignored = next((change for change in changes if change.startswith("calibration.")), None)
         if ignored is not None:
-            raise click.UsageError(f"--set {ignored}: none of these recipes uses calibration data; leave it out")
+            raise click.UsageError(
+                f"--set {ignored}: none of these recipes uses calibration data; leave this --set out"
+            )
     for recipe in recipes:
         check_before(recipe, None)
     asked = {name: verify[name] for name in ASKED if name in verify}
@@ -101,7 +103,7 @@ def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Map
 
 
 def _recipe(name: str, changes: Sequence[str]) -> Recipe:
-    """Load a recipe with the changes; those to calibration fields apply only if the recipe uses calibration data."""
+    """Load a recipe with changes. Changes of calibration fields apply only if the recipe uses calibration data."""
     from quantkit.compress.recipe import load
 
     reads_data = load(name).calibration is not None
@@ -138,7 +140,7 @@ def _failures(failed: Sequence[TrialRecord]) -> Table:
 def _numbers(
     records: Sequence[TrialRecord], compared: Mapping[str, CheckpointComparison], output: Path
 ) -> dict[str, Any]:
-    """Return what --json prints; reports are beside the checkpoints."""
+    """Return the object that --json prints, without the reports, which are stored with the checkpoints."""
     from dataclasses import asdict
 
     from quantkit.report.files import json_ready

@@ -29,14 +29,14 @@ gate_option = click.option(
     metavar="GATE",
     # None, not an empty tuple: without --gate, the recipe's gates apply.
     callback=lambda _ctx, _option, gates: gates or None,
-    help="Gate that must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's]",
+    help="Gate that must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's gates]",
 )
 
 
 def verify_options(
     asked: Mapping[str, Any], engine: Mapping[str, Any], *, text: str | None = None, bench: bool = True, **what: Any
 ) -> VerifyOptions:
-    """Make the options of a verification from those of a command.
+    """Build the options of a verification from the options of a command.
 
     Args:
         asked: fields of `EvaluationOptions`.
@@ -71,11 +71,11 @@ def finish(
     Args:
         output_to: where to print.
         report: report with checked gates.
-        files: files that were written, by kind.
+        files: files that were written, keyed by kind.
         problem: reason why a file is missing; empty if all were written.
         entries: further entries of the JSON object.
     Raises:
-        GateFailure: a gate did not hold; with --json the exit code alone says so.
+        GateFailure: a gate did not hold. With --json, only the exit code reports it.
     """
     if problem:
         output_to.tell(f"warning: {problem}")
@@ -109,7 +109,7 @@ def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Any]]:
-    """Return the texts and tables to print, the verdict first; the report has the same tables."""
+    """Return functions that build the texts and tables to print, the verdict first. The report has the same tables."""
     from quantkit.report.files import report_tables
     from quantkit.report.tables import gate_lines, headline
 
@@ -124,7 +124,7 @@ def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Any]]:
 
 
 def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
-    """Refuse, before compressing, what verification would refuse afterwards.
+    """Check, before compressing, that the result can be verified.
 
     Raises:
         QuantkitError: the engine cannot run the format, a gate is not valid, or a package is missing.
@@ -136,8 +136,8 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
 
     if FORMATS.load(recipe.format).suffix:
         raise RecipeError(
-            f"--verify cannot run a {recipe.format} file; verify the same recipe with format compressed-tensors, then "
-            f"convert the checkpoint with `quantkit convert --to {recipe.format}`"
+            f"--verify cannot run a {recipe.format} file; use --format compressed-tensors with --verify, and convert "
+            f"the checkpoint with `quantkit convert --to {recipe.format}`"
         )
     check_gates(recipe.gates if gates is None else gates)
     check_options(VerifyOptions())
@@ -167,7 +167,7 @@ def verify_result(
     if not report.held:
         # Renamed first, so that the report is written into the checkpoint that it is about.
         report, path = set_aside(report, path)
-        output_to.tell(f"the checkpoint failed and is kept as {path}")
+        output_to.tell(f"the checkpoint failed verification and was renamed to {path}")
     files, problem = write_report(report, path)
     if not output_to.as_json:  # with --json, `finish` prints one object for both
         output_to.result(dict, summary, lambda: "")
@@ -176,13 +176,13 @@ def verify_result(
 
 @click.command("verify", cls=Command, short_help="Verify a checkpoint: accuracy, fidelity, speed and gates.")
 @click.argument("checkpoint")
-@click.option("--baseline", metavar="MODEL", help="The original.  [default: the model CHECKPOINT was made from]")
-@click.option("-o", "--output", metavar="DIR", help="Folder of the report.  [default: CHECKPOINT or FILE-report]")
+@click.option("--baseline", metavar="MODEL", help="The original model.  [default: CHECKPOINT's original]")
+@click.option("-o", "--output", metavar="DIR", help="Folder for the report.  [default: CHECKPOINT or FILE-report]")
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
 @click.option(
     "--sensitivity/--no-sensitivity",
     default=None,
-    help="Measure which parts of the model lose most accuracy.  [default: if an accuracy gate fails]",
+    help="Measure how sensitive each part of the model is.  [default: only if an accuracy gate fails]",
 )
 @click.option("--text", metavar="FILE", help="Text on which the distributions of both models are compared.")
 @gate_option
@@ -199,7 +199,7 @@ def command(
     gates: tuple[str, ...] | None,
     **what: Any,
 ) -> None:
-    """Read CHECKPOINT back from disk, compare it with its original, and check gates; exit code 3 if a gate fails.
+    """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate gives exit code 3.
 
     Writes report.json, report.html, junit.xml and README.md, the model card.
 

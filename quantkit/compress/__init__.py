@@ -1,1 +1,1 @@
-"""From a model to a checkpoint: recipes, calibration, algorithms, the pipeline that runs them, and conversion."""
+"""Compress a model to a checkpoint: recipes, calibration, algorithms, the pipeline, and conversion between formats."""

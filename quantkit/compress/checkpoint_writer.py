@@ -1,4 +1,4 @@
-"""Write the files of a compressed checkpoint, and read every shard back; for `quantize` and `convert`.
+"""Write the files of a compressed checkpoint and read every shard back. `quantize` and `convert` use this module.
 
 `output.staging` handles the work folder and the final path; the package `formats` encodes the tensors.
 """
@@ -26,7 +26,7 @@ class Shard:
     Args:
         format_: format of the shard's quantized linears.
     Attributes:
-        tensors: tensors to write, keyed by full name as in the model, not as in the file.
+        tensors: tensors to write, keyed by full name in the model; names in the file may differ.
     """
 
     def __init__(self, format_: Format) -> None:
@@ -38,12 +38,12 @@ class Shard:
 
         Args:
             module: full name of the linear.
-            weight: its codes and scales.
-            scheme: its scheme.
+            weight: codes and scales of the linear.
+            scheme: scheme of the linear.
         Returns:
-            Size in bytes of the stored tensors, without the tensor that records the shape.
+            Size in bytes of the stored tensors, not counting a tensor that records the shape.
         Raises:
-            AuditError: the stored tensors do not decode to the values that calibration used.
+            AuditError: the stored tensors do not decode to the codes and scales of `weight`.
         """
         encoded = self._format.encode(weight, scheme)
         self._format.check_encoded(module, weight, scheme, encoded)
@@ -60,12 +60,12 @@ class Shard:
 
         Args:
             path: path of the file.
-            layout: converts the tensors to the names and layout of the file.
-            read: opens the file with the names and layout of this shard.
+            layout: function that converts the tensors to the names and layout of the file.
+            read: function that opens the file and presents its tensors under the names and layout of this shard.
         Returns:
             SHA-256 of the file, and the names of its tensors.
         Raises:
-            AuditError: the file does not hold the same tensors.
+            AuditError: a tensor in the file differs from the tensor in memory.
         """
         stored = layout(self.tensors)
         digest = write_shard(path, stored)
@@ -84,7 +84,7 @@ class Shard:
 
 
 def write_rest(folder: Path, source: CheckpointReader, weight_map: Mapping[str, str], config: dict[str, Any]) -> int:
-    """Write everything but the shards.
+    """Write all files of a checkpoint except the shards.
 
     Args:
         folder: folder with all shards.

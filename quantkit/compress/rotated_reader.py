@@ -1,11 +1,11 @@
 """View a checkpoint as an equivalent model with a rotated residual stream, whose outliers are spread over all channels.
 
-Norm weights are folded into the linears that follow. Then the hidden states h become h Q. Weights that write to the
-residual stream (embedding, attention output, down) are multiplied by Q. Weights that read it (q, k, v, gate, up, head)
-are multiplied by Q too, which cancels the rotation. Value heads are also rotated, and the output projection undoes
-that. Tensors are rotated when they are read; embedding and head are rotated a few rows at a time. A head that was tied
-to the embedding gets its own weights. Rotations that the runtime would have to apply (of queries and keys, or inside
-the MLP) are not included.
+Norm weights are folded into the linears that follow. Then the hidden states h become h Q, where Q is a random
+orthogonal matrix. Weights that write to the residual stream (embedding, attention output, down) are multiplied by Q.
+Weights that read the residual stream (q, k, v, gate, up, head) are multiplied by Q too, which cancels the rotation.
+Value heads can be rotated too; the output projection then undoes their rotation. Tensors are rotated when they are
+read; embedding and head are rotated a few rows at a time. An output head that was tied to the embedding gets its own
+weights. Queries, keys and the inside of the MLP are not rotated, because the runtime would have to do that.
 Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant (R1 and R2).
 Shapes: D hidden width, N outputs, K inputs, d head width.
 """
@@ -32,9 +32,9 @@ class RotatedReader(ModelReader):
         source: reader of the checkpoint.
         family: family of the model.
         seed: seed of the random rotations.
-        heads: rotate value heads too.
+        heads: whether to rotate value heads too.
     Raises:
-        ModelError: models of this family cannot be rotated; the message says why.
+        ModelError: this model cannot be rotated; the message says why.
     """
 
     def __init__(self, source: CheckpointReader, family: Family, *, seed: int, heads: bool) -> None:
@@ -73,7 +73,7 @@ class RotatedReader(ModelReader):
         return self._stream.apply(scaled).to(value.dtype)
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """See `CheckpointReader`; works for the embedding only."""
+        """See `CheckpointReader.gather_rows`; only rows of the embedding can be read."""
         assert name == self._embedding, "only rows of the embedding can be gathered"
         value = super().gather_rows(name, indices)
         return self._stream.apply(value.float().view(-1, value.shape[-1])).view(value.shape).to(value.dtype)
@@ -86,7 +86,7 @@ class RotatedReader(ModelReader):
             yield block.view(-1).view(torch.uint8).numpy().tobytes()
 
     def _rotated(self, name: str, value: Tensor) -> Tensor:
-        """Return a tensor (N, K) or (N,) float32 of the rotated model, given the original one."""
+        """Return a tensor of the rotated model, given the same tensor of the original model, float32 (N, K) or (N,)."""
         names, parts = self._family, self._family.parts
         match = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
         if match is None:
@@ -121,7 +121,7 @@ class RotatedReader(ModelReader):
         return width
 
     def _check(self, path: Path | str) -> None:
-        """Raise ModelError if a rotation would change the outputs of this model."""
+        """Raise ModelError if quantkit cannot rotate this model without changing its outputs."""
         names, parts = self._family, self._family.parts
         parallel = self.config.get(names.parallel) if isinstance(names.parallel, str) else names.parallel
         reason = None
@@ -130,7 +130,7 @@ class RotatedReader(ModelReader):
         elif parts.attention_norm or parts.output_norm or not parts.input_norm or not parts.mlp_norm:
             reason = "a norm stands between a linear and the residual stream"
         elif parallel or names.experts is not None:
-            reason = "parallel attention and MLP, and experts, are not supported"
+            reason = "its attention and MLP run in parallel" if parallel else "it has experts"
         else:
             known = {*self._readers, parts.input_norm, parts.mlp_norm, parts.output, parts.down}
             if names.qk_norm is not None:
@@ -147,5 +147,5 @@ class RotatedReader(ModelReader):
 
 
 def _outputs(rotation: Rotation, value: Tensor) -> Tensor:
-    """Rotate the outputs of a weight (N, K) or bias (N,), in blocks of the rotation's width."""
+    """Rotate the output channels of a weight (N, K) or bias (N,), in blocks of the rotation's width."""
     return rotation.apply_blocks(value.view(len(value), -1).T.contiguous()).T.reshape(value.shape)

@@ -22,7 +22,7 @@ def is_demo(model: Path) -> bool:
 
 
 def bundled_calibration(model: Path) -> Path:
-    """Return the file of the calibration text `bundled` for the model in a folder."""
+    """Return the file that calibration text `bundled` stands for, given the folder of the model."""
     return DEMO_TEXT if is_demo(model) else GENERAL_TEXT
 
 

@@ -34,14 +34,14 @@ class Layout(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of elements from the first to the last, including those that lie between them."""
+        """Number of elements from the first to the last, including unused elements in between."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Size of these elements in bytes."""
+        """Size in bytes of `length` elements."""
         return self.length * self.dtype.itemsize
 
     def row(self, tensor: "torch.Tensor") -> "torch.Tensor":
@@ -51,12 +51,12 @@ class Layout(NamedTuple):
         return tensor.as_strided((self.length,), (1,)).view(torch.uint8)
 
     def tensor(self, row: "torch.Tensor") -> "torch.Tensor":
-        """Inverse of `row`; shares its memory."""
+        """Inverse of `row`: return a tensor of this layout that shares the memory of `row`."""
         return row.view(self.dtype).as_strided(self.shape, self.strides)
 
 
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait until every process has called this function."""
     gather(None)
 
 
@@ -130,13 +130,13 @@ def _packed(value: Any) -> "torch.Tensor":
 
 
 def _unpacked(packed: "torch.Tensor") -> Any:
-    """Unpack a value from another process of this job; tensors that were on its GPU go to this process's GPU."""
+    """Unpack a value from another process of this job; tensors that were on a GPU go to this process's GPU."""
     return pickle.loads(packed.numpy().data)  # of the same job, so trusted
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes a tensor as its own bytes; torch's would write the whole storage behind it, and the index of
-    its GPU.
+    """Pickler that writes only a tensor's own bytes. Torch would write the whole storage behind the tensor, and the
+    index of its GPU.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -180,7 +180,7 @@ def share_out(
     return [results[number] for number in range(len(items))]
 
 
-_asked = itertools.count()  # calls of `_free`, as many in all processes
+_asked = itertools.count()  # number of calls of `_free`, equal in all processes
 
 
 def _free(count: int) -> Iterator[int]:

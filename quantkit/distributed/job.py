@@ -65,9 +65,9 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
-    """While open, this process is part of the job that the launcher started, if any; all processes leave together.
+    """While the block runs, this process is part of the job that the launcher started, if any; all leave together.
 
-    Only one process reports an error: rank 0, if it has the error too.
+    Only one process reports an error: rank 0, if it fails too.
 
     Args:
         explain: returns the exit code and a one-line message for an error.
@@ -107,7 +107,7 @@ def _meet() -> Any:
     except (RuntimeError, OSError, ValueError) as error:
         text = first_line(error)
         if not _TIMED_OUT.search(text):  # such as a port in use or an unknown host
-            raise InputError(f"the processes cannot connect with MASTER_ADDR and MASTER_PORT: {text}") from error
+            raise InputError(f"cannot connect to the other processes at MASTER_ADDR and MASTER_PORT: {text}") from error
         minutes = START.total_seconds() / 60
         text = f"not all processes of this job connected within {minutes:.0f} minutes ({text})"
         raise ResourceError(f"{text}; {RESUME}") from error
@@ -176,7 +176,10 @@ def _is_first_to_fail() -> bool:
 
 
 def _fail(error: BaseException, code: int, text: str, stream: TextIO) -> None:
-    """Report the error unless another process has, and exit; rank 0 returns instead if its caller must report it."""
+    """Exit with `code`; report the error first, unless another process has reported one.
+
+    Rank 0 returns instead if it is the first to fail and has not lost contact: its caller then reports the error.
+    """
     number, is_lost = int(os.environ["RANK"]), isinstance(error, LostError)
     if number and not is_lost:
         time.sleep(_FIRST_SPEAKS)

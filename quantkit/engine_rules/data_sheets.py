@@ -22,8 +22,8 @@ class Device:
 
     Args:
         name: name for --device.
-        title: its full name.
-        memory_bytes: memory that its driver reports.
+        title: full name of the device.
+        memory_bytes: memory that the driver reports.
         bandwidth: bytes per second.
         peaks: operations per second by number type, without sparsity; types without hardware units are missing.
         source: document that the figures come from.
@@ -113,7 +113,7 @@ def find_device(name: str) -> Device:
 def make_device(
     name: str | None = None, memory_bytes: int | None = None, bandwidth: float | None = None, peak: float | None = None
 ) -> Device | None:
-    """Return a device of the table with some figures replaced, or one of given figures only; None without arguments.
+    """Return a device of the table with some figures replaced, or a device of given figures; None without arguments.
 
     Args:
         name: name in the table.

@@ -1,10 +1,10 @@
-"""Rules about how an engine reads a checkpoint, the properties of a checkpoint that they use, and their result.
-Torch-free.
+"""Rules about how an engine reads a checkpoint, the properties of a checkpoint that the rules use, and the result.
 
 The first rule that applies to a linear gives the answer for this linear. The result is the worst answer of all linears.
 
-The rules are in one YAML file per engine. They come from reading the source of a release; each names its file and
-function. None was tested on a GPU. The rules do not say whether an engine supports an architecture.
+The rules are in one YAML file per engine. They come from reading the source of a release; each rule names the file and
+the function. No rule was tested on a GPU. The rules do not say whether an engine supports an architecture. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class StoredLinear:
 
     Args:
         scheme: number types and group size.
-        shape: (N, K) of its weight; None = unknown.
-        expert: whether it belongs to a mixture of experts.
+        shape: (N, K) of the weight; None = unknown.
+        expert: whether the linear belongs to a mixture of experts.
     """
 
     scheme: LinearScheme
@@ -76,7 +76,8 @@ class StoredModel:
     Args:
         format: on-disk format by its name in `quantkit.formats`.
         linears: the distinct kinds of quantized linears; empty for an unquantized model.
-        cache: "fp8" = the checkpoint has calibrated scales of an FP8 cache; "own" = an entry that only quantkit reads.
+        cache: "fp8" = the checkpoint has calibrated scales of an FP8 cache; "own" = it has a cache entry that only
+            quantkit reads; "" = neither.
         hidden_size: the model's hidden size; None = unknown.
         group_order: whether groups follow the order of activations (GPTQ's desc_act).
         compressed_experts: whether transformers can load compressed experts of this family.
@@ -94,14 +95,15 @@ class StoredModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions(Record):
-    """Linears, models and devices to which a rule applies; an empty tuple or None does not restrict it.
+    """Linears, models and devices to which a rule applies; an empty tuple or None does not restrict the rule.
 
     Args:
         format, weights, inputs: names of formats and number types; unquantized inputs are "16-bit".
-        groups, besides: group sizes to which it applies, and to which it does not apply; see `StoredLinear.groups`.
-        zero_points, experts, group_order, compressed_experts: True = only models with this property, False = only
-            models without.
-        static: True = only inputs with calibrated scales, False = only inputs without.
+        groups: group sizes to which the rule applies; see `StoredLinear.groups`.
+        besides: group sizes to which the rule does not apply.
+        zero_points, experts, group_order, compressed_experts: True = only linears or models with this property, False =
+            only those without it.
+        static: True = only inputs with calibrated scales, False = only inputs without them.
         multiples: numbers of which N and K must be multiples.
         hidden: number of which the model's hidden size must be a multiple.
         device: "gpu": NVIDIA GPUs; "cpu": any CPU; "amx": CPUs with AMX tiles; "any": all of these.
@@ -129,7 +131,7 @@ class Conditions(Record):
         return {"gpu": self.capability, "cpu": (CPU, AMX), "amx": (AMX, AMX), "any": (CPU, _LAST)}[self.device]
 
     def covers(self, capability: int | None) -> bool:
-        """Whether the rule applies to a device; None = any device."""
+        """Whether the rule applies to devices of this compute capability; None = any device."""
         return capability is None or self.span[0] <= capability <= self.span[1]
 
     def cover_format(self, name: str) -> bool:
@@ -191,7 +193,7 @@ class EngineRelease(Record):
         release: release whose source the rules come from.
         rules: the rules, in the order in which they are tried.
         ordinary: answer for an unquantized model.
-        caches: for each `Cache`, how the engine stores the KV cache if not as the checkpoint requests.
+        caches: how the engine stores the KV cache, keyed by each `Cache` that it does not follow.
         devices: whether answers depend on the device.
     """
 
@@ -307,7 +309,7 @@ def _judge_on(engine: EngineRelease, model: StoredModel, capability: int | None)
 
 
 def _whole(engine: EngineRelease, model: StoredModel, capability: int | None) -> EngineRule:
-    """Return the rule for a model without listed linears: an unquantized one, or a file of another tool."""
+    """Return the rule for a model without listed linears: an unquantized model, or a file of another tool."""
     about = (rule for rule in engine.rules if rule.when.cover_format(model.format))
     rule = next(about, _NO_RULE if model.other_codes else engine.ordinary)
     return rule if rule is _NO_RULE or rule.when.covers(capability) else _NO_RULES

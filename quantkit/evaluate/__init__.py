@@ -1,1 +1,1 @@
-"""Evaluate the quality of a model: lm-eval tasks, perplexity and long-context retrieval, on the bundled runtime."""
+"""Evaluate a model on the bundled runtime: lm-eval tasks, perplexity, long-context retrieval and chat behaviour."""

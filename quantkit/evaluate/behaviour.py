@@ -1,8 +1,8 @@
-"""Sampled behaviour of chat models: rates, such as the share of answers that loop, for comparing two models.
+"""Measure how chat models behave when they sample answers, as rates such as the share of answers that loop.
 
-Both models answer the same prompts with the same seeds, in their own chat templates. Rules, not a judge model, check
-whether answers loop, end, call tools validly and have the requested form. `decision_margins` compares two models on the
-original's answers.
+To compare two models, both answer the same prompts with the same seeds, each in its own chat template. Rules, not a
+judge model, check whether answers loop, end, call tools validly and have the requested form. Module `decision_margins`
+compares two models on the original's answers.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ class Question:
     """A prompt in a model's chat template.
 
     Args:
-        number: its position in the set, by which the answers of two models are paired.
+        number: position of the prompt in the set; answers of two models to the same number are compared.
         prompt: the prompt.
-        ids: token ids of the prompt in the template.
+        ids: token ids of the prompt, formatted with the template.
         is_thinking: whether the template has already opened the thinking section.
     """
 
@@ -49,11 +49,11 @@ class BehaviourPlan:
 
     Args:
         name: name of the set of prompts.
-        questions: prompts that the model can take.
-        num_left_out: number of prompts that the model's template or context cannot take.
+        questions: prompts that can be used with the model.
+        num_left_out: number of prompts that the model's template refuses or that exceed the context.
         num_seeds: number of answers to each prompt.
         max_tokens: maximum number of tokens of an answer.
-        seed: first seed.
+        seed: seed from which the seeds of all answers are computed.
         dialect: how the model writes tool calls.
     """
 
@@ -71,11 +71,11 @@ class Trace:
     """One answer.
 
     Args:
-        index: number of the answer, the same for two models that answer the same prompt with the same seed.
+        index: number of the answer; two models' answers to the same prompt with the same seed have the same number.
         question: the question.
         token_ids: tokens of the answer, including the end token, if there is one.
         text: text of the answer, with special tokens but without the end token.
-        ended: whether the model ended the answer; otherwise it was cut off.
+        ended: whether the model ended the answer; otherwise the answer was cut off.
     """
 
     index: int
@@ -93,17 +93,18 @@ def has_chat_template(llm: Evaluated) -> bool:
 def make_plan(
     llm: Evaluated, prompts: Sequence[Prompt], *, name: str, count: int | None, seeds: int, max_tokens: int, seed: int
 ) -> BehaviourPlan:
-    """Put prompts into a model's chat template, and leave out those that it cannot take.
+    """Format prompts with a model's chat template, and leave out prompts that it refuses or that exceed the context.
 
     Args:
         llm: the model.
         prompts: prompts in order.
         name: name of the set.
-        count: maximum number of prompts; the first ones that the model can take are used. None = all.
-        seeds, max_tokens, seed: see `BehaviourPlan`.
+        count: maximum number of prompts: only the first usable ones are kept; None = all.
+        seeds: number of answers to each prompt.
+        max_tokens, seed: see `BehaviourPlan`.
     Raises:
         RequestError: the model has no chat template.
-        DataError: the model can take no prompt; the message gives the reason for the last one.
+        DataError: no prompt can be used; the message gives the reason for the last prompt.
     """
     if not has_chat_template(llm):
         raise RequestError(
@@ -118,20 +119,21 @@ def make_plan(
         try:
             text = llm.chat_text(prompt.chat, tools=prompt.functions or None)
             if prompt.tools and text == llm.chat_text(prompt.chat):
-                raise RequestError("the chat template leaves the tools out")
+                raise RequestError("the chat template does not tell the model about the tools")
         except RequestError as error:
             reasons.append(str(error))
             continue
         ids = llm.encode_filled(text)
         if len(ids) + max_tokens > llm.capacity:
             reasons.append(
-                f"{len(ids)} tokens and an answer of {max_tokens} tokens exceed the model's limit of {llm.capacity}"
+                f"a prompt of {len(ids)} tokens and an answer of {max_tokens} tokens exceed the model's limit of "
+                f"{llm.capacity} tokens"
             )
             continue
         began = dialect.begins_thinking(text)
         questions.append(Question(number=number, prompt=prompt, ids=tuple(ids), is_thinking=began))
     if not questions:
-        raise DataError(f"{llm.path} can take none of the prompts of {name}: {reasons[-1]}")
+        raise DataError(f"none of the prompts of {name} can be used with {llm.path}: {reasons[-1]}")
     return BehaviourPlan(
         name=name,
         questions=tuple(questions),
@@ -144,7 +146,10 @@ def make_plan(
 
 
 def sample_answers(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) -> list[Trace]:
-    """Answer every prompt once per seed; answers with the same index have the same seed in both models."""
+    """Let a model answer every prompt once per seed.
+
+    An answer's seed depends only on the plan's seed and the answer's index, so it is the same for two models.
+    """
     asked = [(turn * _MOST_PROMPTS + each.number, each) for turn in range(plan.num_seeds) for each in plan.questions]
     params = [
         SamplingParams(
@@ -162,7 +167,7 @@ def sample_answers(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) 
 
 
 def is_loop(trace: Trace) -> bool:
-    """Whether an answer was cut off while it repeated a sequence, at least three times and over at least 24 tokens."""
+    """Whether an answer was cut off while repeating a sequence at least three times, over at least 24 tokens in all."""
     ids, size = trace.token_ids, len(trace.token_ids)
     if trace.ended:
         return False
@@ -174,7 +179,7 @@ def is_loop(trace: Trace) -> bool:
 
 
 def has_other_script(answer: str, prompt: Prompt) -> bool:
-    """Whether over a tenth of an answer's letters are of scripts that the prompt does not use."""
+    """Whether more than a tenth of an answer's letters belong to scripts that the prompt does not use."""
     own = set(_scripts("".join(message.content or "" for message in prompt.messages)))
     scripts = _scripts(answer)
     foreign = sum(count for script, count in scripts.items() if script not in own)
@@ -182,12 +187,12 @@ def has_other_script(answer: str, prompt: Prompt) -> bool:
 
 
 def _scripts(text: str) -> Counter[str]:
-    """Count the letters of each script, keyed by its name in Unicode: LATIN, CYRILLIC, CJK, ..."""
+    """Return the number of letters of each script, keyed by the script's Unicode name: LATIN, CYRILLIC, CJK, ..."""
     return Counter(unicodedata.name(each, "?").split()[0] for each in text if each.isalpha())
 
 
-# Rates by name: whether higher is better, and a function that scores an answer; it returns None if the rate does not
-# apply to the prompt.
+# Rates, keyed by name: whether higher is better, and a function that scores an answer. The function returns None if the
+# rate does not apply to the prompt.
 Count = Callable[[Dialect, Trace, str], bool | None]
 RATES: dict[str, tuple[bool, Count]] = {
     "unended": (False, lambda dialect, trace, answer: not trace.ended),
@@ -205,7 +210,7 @@ RATES: dict[str, tuple[bool, Count]] = {
 
 
 def measure_rates(plan: BehaviourPlan, traces: Sequence[Trace]) -> tuple[TaskResult, ...]:
-    """Return one result per rate that applies to any answer."""
+    """Return one result for each rate that applies to at least one answer."""
     counted: dict[str, list[SampleRecord]] = {name: [] for name in RATES}
     for trace in traces:
         for name, score in scores(plan, trace).items():
@@ -220,7 +225,7 @@ def measure_rates(plan: BehaviourPlan, traces: Sequence[Trace]) -> tuple[TaskRes
 
 
 def scores(plan: BehaviourPlan, trace: Trace) -> dict[str, bool]:
-    """Return the scores of one answer, keyed by rate."""
+    """Return the scores of one answer, keyed by the name of the rate; only rates that apply are included."""
     answer = plan.dialect.answer(trace.text, is_thinking=trace.question.is_thinking)
     counts = {name: count(plan.dialect, trace, answer) for name, (_, count) in RATES.items()}
     return {name: score for name, score in counts.items() if score is not None}

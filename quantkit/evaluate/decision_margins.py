@@ -1,9 +1,9 @@
-"""Decision margins: how clearly a model prefers the original's token where the original's answers take a decision.
+"""Decision margins: how clearly a model prefers the original's tokens at the decisions in the original's answers.
 
-The original answers by itself, then both models score the same tokens (teacher forcing). At tokens that decide what
-happens next, such as the start of a tool call or the end of a turn, the margin is the logit of the original's token
-minus that of the best alternative. Margins shrink before likelihoods and benchmarks move: arXiv 2608.06564. KL on these
-answers, by position, shows whether errors accumulate while decoding.
+The original writes answers; then both models score the tokens of these answers (teacher forcing). At a token that
+decides what happens next, such as the start of a tool call or the end of a turn, the margin is the logit of this token
+minus the logit of the best alternative. Margins shrink before likelihoods and benchmark scores change:
+arXiv 2608.06564. KL on these answers, by position, shows whether errors accumulate while decoding.
 """
 
 import math
@@ -45,8 +45,8 @@ class Decision:
     Args:
         at: position of the token in the answer.
         kind: a key of `DECISIONS`.
-        same: tokens that mean the same decision; without `against`, the answer's token is one of them.
-        against: whether the answer decided against the tokens in `same`, so that its token is none of them.
+        same: tokens that express the same decision. The answer's token is one of them, unless `against` is set.
+        against: whether the answer decided against all tokens in `same`; the answer's token is then a different one.
     """
 
     at: int
@@ -55,10 +55,12 @@ class Decision:
     against: bool = False
 
     def margin(self, logits: Tensor) -> float:
-        """Return the largest logit of the tokens in `same` minus the largest of all others; negated if `against`.
+        """Return the largest logit of the tokens in `same` minus the largest logit of all other tokens.
+
+        If `against` is set, return this difference with the opposite sign.
 
         Args:
-            logits: (V,) before the token; log-probabilities give the same margin.
+            logits: logits from which the token was chosen, (V,); log-probabilities give the same margin.
         """
         index = torch.tensor(self.same)
         gap = logits[index].max() - logits.index_fill(0, index, -math.inf).max()
@@ -119,7 +121,7 @@ class DecisionFinder:
         starts: Sequence[int],
         spans: Sequence[tuple[int, int]],
     ) -> Iterator[tuple[str, int]]:
-        """Yield kind and place in `text` of decisions that the prompt asks for: JSON's marks, options and refusals."""
+        """Yield (kind, index in `text`) of each decision that depends on the prompt: JSON syntax, options, refusals."""
         expect, begin = trace.question.prompt.expect, self._answer(trace, text)
         if expect.json_ is not None:
             spans = [*spans, (begin, len(text))]
@@ -140,8 +142,9 @@ class ScoredTrace:
 
     Args:
         number: number of the question.
-        kl, entropy: KL(original || model) at each token, and the entropy of the original's distribution there, nats.
-        margins: kind and both margins of each decision, the original's first.
+        kl: KL(original || model) at each token, nats.
+        entropy: entropy of the original's distribution at each token, nats.
+        margins: (kind, original's margin, model's margin) of each decision for which the original's margin is positive.
     """
 
     number: int
@@ -153,12 +156,12 @@ class ScoredTrace:
 def score_traces(
     llm: LLM, original: LLM, plan: BehaviourPlan, traces: Sequence[Trace], say: Say | None = None
 ) -> list[ScoredTrace]:
-    """Let both models score the original's answers, each after the prompts in its own chat template.
+    """Let both models score the original's answers; each model reads the prompts in its own chat template.
 
     Args:
-        llm, original: both models, of the same vocabulary.
-        plan: the model's behaviour test; its prompts equal the original's unless the chat templates differ.
-        traces: the original's answers, see `sample_answers`.
+        llm, original: the model and its original, with the same vocabulary.
+        plan: the model's behaviour test, with prompts in the model's chat template.
+        traces: the original's answers, see `sample_answers`. Answers to prompts that are not in `plan` are skipped.
         say: callback for progress.
     Raises:
         ModelError: the vocabularies differ.
@@ -212,7 +215,7 @@ def compare_behaviour(
     Args:
         llm, original: both models.
         plan: the model's behaviour test; see `score_traces`.
-        traces: answers of the original and of the model to the same prompts with the same seeds.
+        traces: the original's answers, and the model's answers to the same prompts with the same seeds.
         say: callback for progress.
     """
     scored = score_traces(llm, original, plan, traces[0], say)
@@ -238,13 +241,16 @@ def compare_behaviour(
 
 
 def _quarters(values: Sequence[tuple[float, int]]) -> tuple[float | None, ...]:
-    """Mean of the values of each quarter; None for an empty one."""
+    """Return the mean value of each quarter, from (value, quarter) pairs; None for a quarter without values."""
     members = [[value for value, quarter in values if quarter == number] for number in range(_QUARTERS)]
     return tuple(math.fsum(each) / len(each) if each else None for each in members)
 
 
 def margin_records(scored: Sequence[ScoredTrace]) -> tuple[MarginRecord, ...]:
-    """Summarize margins by kind. Prompts are the samples, because decisions of one prompt are not independent."""
+    """Summarize the margins of each kind of decision.
+
+    The statistics treat prompts as samples, because decisions of one prompt are not independent.
+    """
     members: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for trace in scored:
         for kind, before, after in trace.margins:
@@ -271,7 +277,11 @@ def _margin_record(kind: str, prompts: Sequence[Sequence[tuple[float, float]]]) 
 
 
 def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace]]) -> tuple[ExampleRecord, ...]:
-    """Return example answers: those that got worse, each kind of loss in turn, then those that differ earliest."""
+    """Return examples of answers that differ.
+
+    Examples in which the model's answer is worse come first, one of each kind of loss in turn. The other examples
+    follow, earliest difference first.
+    """
     examples: list[tuple[int, int, ExampleRecord]] = []
     seen: dict[str, int] = defaultdict(int)
     answers = {trace.index: trace for trace in traces[1]}
@@ -296,7 +306,7 @@ def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace
 
 
 def _worse(name: str, before: bool) -> bool:
-    """Whether a change from score `before` is for the worse: something good is lost, or something bad is new."""
+    """Whether a rate's score became worse: a good property with score `before` was lost, or a bad one is new."""
     return before if name in ("right_format", "valid_calls") else not before
 
 

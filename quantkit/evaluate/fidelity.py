@@ -42,8 +42,8 @@ class Distances:
     """Distances between two sets of next-token distributions.
 
     Args:
-        kl: (T,) float32 per position, nats.
-        agrees: (T,) bool, whether both have the same likeliest token.
+        kl: KL at each position, nats; (T,) float32.
+        agrees: whether both distributions have the same likeliest token, at each position; (T,) bool.
     """
 
     kl: Tensor
@@ -57,7 +57,7 @@ class Distances:
 
     @property
     def top1(self) -> float:
-        """Share of positions where both have the same likeliest token."""
+        """Share of positions where both distributions have the same likeliest token."""
         return float(self.agrees.double().mean())
 
     @property
@@ -69,11 +69,11 @@ class Distances:
 def fixed_windows(
     llm: Evaluated, text: str | Sequence[int], *, window: int = WINDOW, max_tokens: int = MAX_TOKENS
 ) -> Windows:
-    """Split a text into windows that do not overlap; each begins with BOS if the tokenizer adds it.
+    """Split a text into windows that do not overlap. Each window begins with BOS if the tokenizer adds BOS to texts.
 
     Args:
         llm: model that provides the tokenizer and the maximum context.
-        text: a text, or token ids.
+        text: a text, or token ids, to which no BOS is added.
         window: tokens per window including BOS; at most the model's context.
         max_tokens: maximum number of tokens in all windows; the rest of the text is not used.
     Raises:
@@ -153,9 +153,8 @@ def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
     """Refuse two models with different vocabulary sizes."""
     if llm.vocab_size != original.vocab_size:
         raise ModelError(
-            f"{llm.path} has a vocabulary of {llm.vocab_size} tokens, the original {original.path} of "
-            f"{original.vocab_size}; "
-            "give the model that the checkpoint was made from"
+            f"{llm.path} has a vocabulary of {llm.vocab_size} tokens, but the original {original.path} has one of "
+            f"{original.vocab_size} tokens; give the model that the checkpoint was made from"
         )
 
 
@@ -167,10 +166,10 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
 
 
 def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
-    """Compute the logits (T, V) float32 after every token of every window in one batch.
+    """Return the logits after every token of each window, (T, V) float32 per window; the windows form one batch.
 
-    With a quantized cache, tokens are computed one by one, as in decoding: a prefill reads its newest keys and values
-    unquantized, which would hide the error of the cache.
+    With a quantized cache, tokens are computed one by one, as in decoding. A prefill would read its newest keys and
+    values unquantized, which would hide the error of the cache.
     """
     forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
     size = min(max(map(len, windows)), llm.engine.config.token_budget)
@@ -179,10 +178,10 @@ def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
 
 @torch.inference_mode()
 def distances(reference: Tensor, value: Tensor) -> Distances:
-    """Compute KL and agreement of each row.
+    """Compute KL and agreement at each position.
 
     Args:
-        reference, value: (T, V) logits of the original and of the model, float32.
+        reference, value: logits of the original and of the model; (T, V) float32.
     """
     kl, agrees = [], []
     rows = max(1, _BLOCK_BYTES // (4 * reference.shape[-1]))
@@ -202,7 +201,11 @@ def join_distances(parts: Sequence[Distances]) -> Distances:
 
 
 def _divergences(llm: LLM, original: LLM, windows: Windows, count: int) -> tuple[int | None, ...]:
-    """Return for each beginning the number of greedy tokens before the first that differs."""
+    """Let both models continue the beginnings of the first windows greedily by `count` tokens.
+
+    Return, for each beginning, the number of tokens before the first that differs, or None if all are equal. Return an
+    empty tuple if `count` is 0 or does not fit the context.
+    """
     longest = min(llm.capacity, original.capacity) - count
     if count < 1 or longest < 1:
         return ()
@@ -242,8 +245,9 @@ class TopReading:
     """Likeliest next tokens of one model, for a text.
 
     Args:
-        path, engine: directory of the model, and name of the engine that ran it.
-        vocab_size: size of its vocabulary.
+        path: directory of the model.
+        engine: name of the engine that ran the model.
+        vocab_size: size of the model's vocabulary.
         windows: likeliest tokens after every token of each window.
         texts: greedy texts, see `greedy_texts`.
         arithmetic: dtype of the computation.
@@ -264,9 +268,10 @@ class Bounds(Distances):
     """Bounds of KL at positions where only the likeliest tokens are known; all in float64.
 
     Args:
-        kl: (T,) upper bound of KL, nats.
-        low: (T,) lower bound of KL, nats.
-        remainder: (T,) probability under the original of tokens that are not known for both models.
+        kl: upper bound of KL, nats; (T,).
+        low: lower bound of KL, nats; (T,).
+        remainder: probability that the original gives to all tokens except the known ones; (T,). A token is known if it
+            is among the likeliest tokens of both models.
     """
 
     low: Tensor
@@ -274,7 +279,10 @@ class Bounds(Distances):
 
 
 def read_top(llm: VllmLLM, windows: Windows, *, greedy_tokens: int = GREEDY_TOKENS) -> TopReading:
-    """Compute the likeliest tokens of one model; call it for both models with the same arguments."""
+    """Compute one model's likeliest next tokens and its greedy texts.
+
+    To compare two models, call this function for both with the same windows and `greedy_tokens`.
+    """
     longest = llm.capacity - greedy_tokens
     return TopReading(
         path=llm.path,
@@ -312,8 +320,9 @@ def top_fidelity(
 def bounds(original: TopLogprobs, model: TopLogprobs) -> Bounds:
     """Bound KL(original || model) at each position.
 
-    Let S be the tokens known for both models, p and q the probabilities of original and model, and r the probability of
-    all other tokens. Then KL is the sum over S of p log(p / q), plus the contribution of the other tokens, which is
+    Let S be the tokens known for both models, p and q the probabilities that the original and the model give to a
+    token, and r_p and r_q the probabilities that they give to all tokens outside S together. Then KL is the sum over S
+    of p log(p / q), plus the contribution of the tokens outside S, which is
 
         at least   r_p log(r_p / r_q), since merging tokens never increases a KL
         at most    r_p max(log(r_p / r_q), log of the largest known p / q)

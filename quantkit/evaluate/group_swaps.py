@@ -1,9 +1,9 @@
-"""Adapt fused groups of a quantized model (linears that engines run as one), so that they can replace those of the
-original.
+"""Adapt fused groups of a quantized model, so that they can replace the same groups in the original model.
 
-AWQ and SmoothQuant move scales between a linear and its source, so a quantized linear does not fit into the original.
-This module scales its inputs and outputs back. If the source is a norm, the factors are exact, since both norms are on
-disk; if it is another linear, they are fitted by least squares against the original weight.
+AWQ and SmoothQuant move scales between a linear and its source, the norm or linear before it, so a quantized linear
+does not fit into the original. This module scales the quantized linear's inputs and outputs back. If the source is a
+norm, the factors are exact, because both models store this norm. If the source is a linear, the factors are fitted by
+least squares against the original weight.
 Shapes: N outputs, K inputs.
 """
 
@@ -35,12 +35,13 @@ class FusedGroup:
     """One quantized fused group; compared by identity.
 
     Args:
-        layer: number of its layer.
-        name: name of the group, e.g. "q/k/v", "gate/up"; "experts" for a whole mixture.
-        modules: full names of its linears.
-        part: object and attribute that it replaces in the original.
-        replacement: the quantized module for this attribute.
-        quantized_bytes, stored_bytes, dense_bytes: bytes quantized, as stored by the original, and in 16 bits.
+        layer: index of the decoder layer.
+        name: name of the group, e.g. "q/k/v", "gate/up"; "experts" for all experts of a layer.
+        modules: full names of the group's linears.
+        part: (object, attribute) of the original model at which the group is replaced.
+        replacement: quantized module to put there.
+        quantized_bytes, stored_bytes, dense_bytes: bytes of the group when quantized, as the original stores it, and in
+            16 bits.
     """
 
     layer: int
@@ -58,8 +59,8 @@ class Rescaled(WrappedLinear):
 
     Args:
         linear: the linear, (T, K) -> (T, N).
-        inputs: (K,) factors of its input, or None.
-        outputs: (N,) factors of its output, or None.
+        inputs: factors of the inputs, (K,); None = 1.
+        outputs: factors of the outputs, (N,); None = 1.
     """
 
     def __init__(self, linear: Linear, inputs: Tensor | None, outputs: Tensor | None) -> None:
@@ -74,7 +75,7 @@ class Rescaled(WrappedLinear):
 
 @contextmanager
 def swapped(groups: list[FusedGroup]) -> Iterator[None]:
-    """Replace these groups in the original by their quantized versions inside the block."""
+    """Replace groups of the original model by their quantized versions inside the `with` block."""
     kept = [getattr(*group.part) for group in groups]
     try:
         for group in groups:
@@ -87,7 +88,7 @@ def swapped(groups: list[FusedGroup]) -> Iterator[None]:
 
 
 class _Slot:
-    """One of the linears that `SideBySide` joins, as an attribute that can be replaced."""
+    """One linear of a `SideBySide`, as an attribute that can be replaced."""
 
     def __init__(self, joined: SideBySide, index: int) -> None:
         self._joined, self._index = joined, index
@@ -110,16 +111,27 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apa
         llm: the quantized model.
         original: the original, loaded in the same dtype; the groups refer to its blocks.
         moved: whether a step of the recipe moved scales between modules; None = unknown.
-        apart: give each linear a group of its own. The original then multiplies by its q, k and v one by one.
+        apart: whether each linear is a group of its own. The original is then changed to compute q, k and v one by one.
+            Ignored for models with recurrent layers or gated queries.
     Raises:
-        ModelError: a model does not use the native backend, or the models differ in dtype or layers.
+        ModelError: a model runs through transformers, or the models differ in dtype or number of layers.
     """
     ours, theirs = llm.model, original.model
     if not (isinstance(ours, NativeModel) and isinstance(theirs, NativeModel)):
-        raise ModelError(f"{llm.path}: a sensitivity map needs the native backend, but this model uses transformers")
+        raise ModelError(
+            f"{llm.path}: quantkit runs this model through transformers, but a sensitivity map needs a model that "
+            "quantkit's engine runs itself"
+        )
     # In another dtype, a swapped group would add its own rounding to the KL.
-    if ours.dtype != theirs.dtype or len(ours.blocks) != len(theirs.blocks):
-        raise ModelError(f"{llm.path} and {original.path} differ in dtype or layers; load both in the same way")
+    if ours.dtype != theirs.dtype:
+        raise ModelError(
+            f"{llm.path} runs in {ours.dtype}, but {original.path} runs in {theirs.dtype}; load both in the same dtype"
+        )
+    if len(ours.blocks) != len(theirs.blocks):
+        raise ModelError(
+            f"{llm.path} has {len(ours.blocks)} layers, but {original.path} has {len(theirs.blocks)}; give the model "
+            "that the checkpoint was made from"
+        )
     family = ours.config.family
     single = apart and family.recurrent is None and not family.parts.gated_query  # whose rows have another order
     sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), family.layers, moved, single)
@@ -177,13 +189,13 @@ class _Sources:
         return stored_scheme(module, self.modules.get(module, ()), self._stored[1]) is not None
 
     def has(self, layer: int, name: str) -> bool:
-        """Whether a layer of the original has a linear or norm of this relative name."""
+        """Whether a layer of the original has a linear or norm with this name relative to the layer."""
         return f"{self.layers}.{layer}.{name}.weight" in self.original
 
     def group(
         self, layer: int, name: str, modules: tuple[str, ...], part: tuple[Any, str], replacement: Any
     ) -> FusedGroup:
-        """Create a group with its sizes."""
+        """Create a group and compute its sizes."""
         dense = [self.original.info(f"{module}.weight") for module in modules if f"{module}.weight" in self.original]
         return FusedGroup(
             layer=layer,
@@ -208,14 +220,16 @@ class _Sources:
         model: NativeModel,
         sets: tuple[LinearSet, ...],
     ) -> Iterator[FusedGroup]:
-        """Yield a group for each of several linears that read the same input; part the original's own first.
+        """Yield a group for each quantized linear among several that read the same input.
+
+        If the original computes these linears as one, it is first changed to compute them one by one.
 
         Args:
             index: number of the layer.
             names: names of the linears in the layer.
-            part: where the original has them.
+            part: (object, attribute) of the original that computes these linears.
             model: the original.
-            sets: see `fit`.
+            sets: the layer's sets of linears that read the same tensor.
         """
         modules = [f"{self.layers}.{index}.{name}" for name in names]
         joined = getattr(*part)
@@ -244,7 +258,14 @@ class _Sources:
         return format_.decode(tensors, linear)
 
     def fit(self, linear: Linear, names: tuple[str, ...], index: int, sets: tuple[LinearSet, ...]) -> Linear:
-        """Scale the linear's inputs and outputs to fit the original's modules before and after it."""
+        """Return a linear, scaled so that it fits between the original's modules; unchanged if no scales were moved.
+
+        Args:
+            linear: a quantized linear, or several that are computed as one.
+            names: names of these linears in the layer.
+            index: number of the layer.
+            sets: the layer's sets of linears that read the same tensor.
+        """
         prefix = f"{self.layers}.{index}."
         home = next((group for group in sets if set(names) & set(group.linears)), None)
         # If no scales were moved, the quantized linear fits unchanged.
@@ -268,7 +289,10 @@ class _Sources:
         return Rescaled(linear, inputs, outputs)
 
     def _norm_ratio(self, norm: str) -> Tensor | None:
-        """Return the factors (K,) between the two norms; None if the source is a linear or the norms are equal."""
+        """Return a norm's weight in the quantized model divided by its weight in the original, (K,).
+
+        None if both weights are equal, or if `norm` is not the name of a norm.
+        """
         name = f"{norm}.weight"
         if name not in self.original or name not in self.quantized or len(self.original.info(name).shape) != 1:
             return None
@@ -279,7 +303,7 @@ class _Sources:
         return torch.where(before == 0, torch.ones_like(before), after / before)
 
     def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:
-        """Return the factors (N,) of the outputs."""
+        """Return the factors of a linear's outputs, (N,); ones unless `scaled`."""
         # Of fused linears, some may feed no other linear, e.g. q and k of q/k/v; they keep their scale.
         if not scaled:
             return torch.ones(self.original.info(f"{module}.weight").shape[0])
@@ -287,7 +311,7 @@ class _Sources:
         return _ratio(weight if inputs is None else weight * inputs, target, dim=1)
 
     def _pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """Return the dequantized weight and the original weight, (N, K) float32."""
+        """Return a linear's weight in the quantized model, dequantized, and in the original; both (N, K) float32."""
         target = self.original.tensor(f"{module}.weight").float()
         if not self.is_quantized(module):
             return self.quantized.tensor(f"{module}.weight").float(), target
@@ -295,7 +319,12 @@ class _Sources:
 
 
 def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
-    """Fit by least squares a factor for each row (dim 1) or column (dim 0) of a weight to match another weight."""
+    """Return the factors that make a weight most similar to a target by least squares.
+
+    Args:
+        weight, target: (N, K).
+        dim: 1 = one factor per row, 0 = one factor per column.
+    """
     norm = (weight * weight).sum(dim)
     # Least squares for a single factor has this closed form; a weight of zeros leaves the factor open.
     return torch.where(norm == 0, torch.ones_like(norm), (weight * target).sum(dim) / norm)

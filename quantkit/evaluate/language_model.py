@@ -1,8 +1,9 @@
 """Adapter from lm-eval's `LM` interface to the engine, with prefix sharing and continuous batching.
 
-It behaves like lm-eval's `HFLM` for decoder-only models: the same tokens (trailing spaces of a context belong to the
-continuation; BOS as the tokenizer or `add_bos_token` says), the same truncation from the left and the same end of an
-answer. Module `lm_eval_run` runs tasks. Importing this module needs lm-eval, which the extra `eval` installs.
+The adapter behaves like lm-eval's `HFLM` for decoder-only models: it makes the same tokens, truncates texts from the
+left and ends answers in the same way. Trailing spaces of a context belong to the continuation, and BOS is added if the
+tokenizer or `add_bos_token` says so. Module `lm_eval_run` runs tasks. Importing this module needs lm-eval, which
+the extra `eval` installs.
 
     lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
 """
@@ -35,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
-    """A quantkit model under lm-eval.
+    """A model in quantkit's engine, with the interface that lm-eval needs.
 
     Args:
         pretrained: directory, hub id or a loaded `LLM`; None = the demo model.
@@ -183,10 +184,15 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         """Score continuations; sequences that are too long are truncated from the left."""
         texts = []
         for context, continuation in pairs:
-            if not context or not 0 < len(continuation) <= self.max_length:
+            if not context or not continuation:
                 raise RequestError(
-                    f"a request has {len(context)} tokens of context and {len(continuation)} of continuation; it needs "
-                    f"at least one of each, and at most {self.max_length} of continuation"
+                    f"a request has {len(context)} tokens of context and {len(continuation)} of continuation; "
+                    "both need at least one token"
+                )
+            if len(continuation) > self.max_length:
+                raise RequestError(
+                    f"a request has a continuation of {len(continuation)} tokens, but the model's context is "
+                    f"{self.max_length} tokens; use a model with a longer context"
                 )
             # One token more than the context holds: the last one is scored but never read.
             ids = (context + continuation)[-(self.max_length + 1) :]
@@ -194,7 +200,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return score_in_turns(self.llm, texts, say=self.say)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text, in windows that score every token once."""
+        """Return the log-probability of each whole text, computed in windows that score every token once."""
         windows = [self._windows(ids) for ids in self._encode([request.args[0] for request in requests])]
         scores = iter(self._score([pair for group in windows for pair in group]))
         answers = [sum(float(next(scores).logprobs.sum()) for _ in group) for group in windows]
@@ -208,7 +214,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate a text for each request up to a stop text, in one continuous batch."""
+        """Generate a text for each request, and cut it before the first stop text."""
         generations = [_Generation(dict(request.args[1]), self) for request in requests]
         prompts = self._encode([request.args[0] for request in requests])
         # As HFLM, truncate from the left, because the question is at the end of a prompt.
@@ -220,7 +226,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
 
 def _device(name: str | None) -> str | None:
-    """Resolve lm-eval's default device cuda:0 to an available device, as HFLM does."""
+    """Return the device to use: "cpu" instead of a GPU, such as lm-eval's default cuda:0, if no GPU is available."""
     if name is not None and str(name).startswith("cuda") and not torch.cuda.is_available():
         logging.getLogger("lm_eval").warning("device %s is not available; computing on the CPU", name)
         return "cpu"
@@ -235,8 +241,8 @@ class _Generation:
         self.max_tokens: int = given["max_gen_toks"]
         if self.max_tokens >= model.max_length:
             raise RequestError(
-                f"the task generates {self.max_tokens} tokens, but the model's context is {model.max_length}; lower "
-                "max_gen_toks in the task's generation_kwargs (lm-eval: --gen_kwargs max_gen_toks=...)"
+                f"the task generates {self.max_tokens} tokens, but the model's context is {model.max_length} tokens; "
+                "lower max_gen_toks in the task's generation_kwargs, or with lm-eval's --gen_kwargs max_gen_toks=..."
             )
         temperature = float(given.get("temperature", 0.0)) if given["do_sample"] else 0.0
         drawn = ("top_p", "top_k", "min_p", "seed") if temperature > 0 else ()

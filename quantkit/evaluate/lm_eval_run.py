@@ -1,6 +1,6 @@
-"""Run tasks with lm-eval, and convert its results to records.
+"""Run tasks with lm-eval, and convert lm-eval's results to records.
 
-`tasks` finds the task of each name, `language_model` adapts the engine to lm-eval.
+Module `tasks` finds the lm-eval task of each name. Module `language_model` adapts the engine to lm-eval.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def import_language_model() -> type[QuantkitLM]:
     try:
         from quantkit.evaluate.language_model import QuantkitLM
     except ImportError as error:
-        extra = f"lm-eval is not installed; tasks need it: {install_command('eval')}"
+        extra = f"tasks need lm-eval, which is not installed; run {install_command('eval')}"
         raise DataError(f"{extra} ({first_line(error)})") from error
     return QuantkitLM
 
 
 def check_task_items(asked: Asked, options: EvaluationOptions) -> None:
-    """Load the items of all tasks that are asked for.
+    """Load the items of all requested tasks, to find missing items early.
 
     Raises:
         DataError: lm-eval is missing, or a task or its items are not available.
@@ -57,7 +57,7 @@ def check_task_items(asked: Asked, options: EvaluationOptions) -> None:
 def run_tasks(
     llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int, say: Progress
 ) -> tuple[TaskResult, ...]:
-    """Run the tasks that are asked for.
+    """Run the requested tasks, and return one result per task.
 
     Raises:
         DataError: lm-eval is missing, or a task or its items are not available, or lm-eval cannot run a task.
@@ -73,7 +73,7 @@ def run_tasks(
 
 
 def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -> Any:
-    """Wrap a model for lm-eval: with lm-eval's class for vLLM, or quantkit's class for its own engine."""
+    """Wrap a model for lm-eval: in lm-eval's own class if it runs in vLLM, otherwise in `QuantkitLM`."""
     if isinstance(llm, VllmLLM):
         from quantkit.evaluate.language_model import make_vllm_model
 
@@ -110,7 +110,8 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: E
 
 @contextlib.contextmanager
 def _patched_lm_eval() -> Iterator[None]:
-    """Patch lm-eval inside the block: compile each template once, and do not describe machine and repository.
+    """Patch lm-eval inside the `with` block: it compiles each template only once, and does not describe the machine and
+    the git repository.
 
     Compiling a template for each item took a quarter of the time. Describing the machine takes seconds on every rank,
     and git would print an error about a missing repository. lm-eval has no setting for either.
@@ -145,8 +146,8 @@ def _quiet() -> Iterator[None]:
 
 
 FAVOURITES = ("acc_norm", "acc", "exact_match")
-"""Preferred main metrics. The first one that a task has is used; if it has none of them, the task's own
-first metric.
+"""Preferred main metrics. The main metric of a task is the first of these that the task has. If the task has none of
+these, its main metric is the first that it declares.
 """
 
 
@@ -189,7 +190,7 @@ def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[
 
 
 def _main_key(keys: list[str], declared: list[str]) -> str:
-    """Return the key `metric,filter` of the preferred metric, else of the first that the task declares."""
+    """Return the key `metric,filter` of a task's main metric, see `FAVOURITES`; the first key if nothing matches."""
     # Reversed, so that of several filters of one metric the first stays in the dict.
     known = {key.split(",", 1)[0]: key for key in reversed(keys)}
     return next((known[metric] for metric in (*FAVOURITES, *declared) if metric in known), keys[0])

@@ -30,7 +30,7 @@ def load_llm(path: str | None = None, **settings: Any) -> LLM:
 
     Args:
         path: directory or hub id; None = the demo model.
-        settings: keywords of `LLM`; None or an absent keyword selects the default of evaluation.
+        settings: keywords of `LLM`. For keywords that are absent or None, evaluation has its own defaults.
     Raises:
         QuantkitError: `LLM` cannot load the model.
     """
@@ -71,7 +71,7 @@ def _threads(requested: int | None) -> int:
 
 
 def check_same_language(model: str | None, baseline: str | None) -> None:
-    """Refuse two models with different vocabularies, whose perplexities and answer lengths are not comparable.
+    """Refuse two models with different vocabularies, because their perplexities and answer lengths are not comparable.
 
     Args:
         model, baseline: directories or hub ids; None = the demo model.
@@ -86,7 +86,7 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
         return
     raise DataError(
         f"{theirs} and {ours} have different vocabularies ({len(other)} and {len(one)} tokens); compare a model with "
-        "the one it was made from"
+        "the original that it was made from"
     )
 
 
@@ -96,7 +96,7 @@ def other_arithmetic(name: str) -> str:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Read token ids by text from tokenizer.json; None if it is missing or has an unknown form."""
+    """Return the token ids in tokenizer.json, keyed by text; None if the file is missing or has an unknown form."""
     try:
         vocabulary: Any = read_object(folder / "tokenizer.json", DataError)["model"]["vocab"]
         if isinstance(vocabulary, list):  # unigram models: tokens with their scores, in order

@@ -60,7 +60,8 @@ def long_context(
 
     Args:
         llm: model without running requests.
-        lengths: maximum prompt tokens; filler text is added up to each length. Lengths above the context are skipped.
+        lengths: lengths of prompts in tokens; filler text is added up to each length. Lengths that do not fit the
+            model's context are skipped.
         depths: relative positions of the fact in the text, 0 to 1.
         samples: number of texts per length and depth.
         ledgers: file of recall items, for a model of the demo language; None = use pass keys.
@@ -69,17 +70,19 @@ def long_context(
     Raises:
         DataError: no length fits the context, a depth is outside 0 to 1, or there is no tokenizer.
     """
+    if not depths:
+        raise DataError("a long-context test needs at least one depth between 0 and 1, but depths is empty")
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
-    if wrong or not depths:
-        raise DataError(f"depth {wrong[0] if wrong else None!r} of a long-context test is not between 0 and 1")
+    if wrong:
+        raise DataError(f"depth {wrong[0]!r} of a long-context test is not between 0 and 1")
     if llm.tokenizer is None:
         raise DataError(f"{llm.path} has no usable tokenizer, and a long-context test needs one")
     longest = llm.capacity - ANSWER_TOKENS
     fitting = sorted({length for length in lengths if length <= longest})
     if not fitting:
         raise DataError(
-            f"none of the lengths {', '.join(map(str, lengths))} fits: besides the answer, {llm.path} can hold "
-            f"{longest} prompt tokens"
+            f"none of the lengths {', '.join(map(str, lengths))} fits: a prompt for {llm.path} may have at most "
+            f"{longest} tokens, because the context must hold the answer too"
         )
     name, write = ("passkey", write_passkey) if ledgers is None else ("ledger", ledger_writer(ledgers))
     return tuple(
@@ -137,12 +140,12 @@ def _accuracy(records: Sequence[SampleRecord]) -> float:
 
 
 def write_passkey(rng: random.Random, depth: float, fits: Callable[[str], bool]) -> Needle:
-    """Write a prompt with a pass key between as many sentences about grass as fit.
+    """Return a prompt with a pass key between as many sentences about grass as fit.
 
     Args:
         rng: random generator that draws the key.
         depth: relative position of the key.
-        fits: predicate: whether a text is short enough.
+        fits: function that says whether a text is short enough.
     """
     key = f"{rng.randrange(10000, 100000)}"
     head = "There is important information hidden in a lot of irrelevant text. Find it and remember it.\n"
@@ -156,7 +159,7 @@ def write_passkey(rng: random.Random, depth: float, fits: Callable[[str], bool])
 
 
 def ledger_writer(items: Path) -> Writer:
-    """Return a writer of prompts with a ledger of the demo language between clauses.
+    """Return a function that writes prompts in the demo language: a ledger between clauses that fill the text.
 
     Args:
         items: file of recall items, one JSON object per line; the writer reuses their ledgers and clauses.
@@ -183,7 +186,7 @@ def ledger_writer(items: Path) -> Writer:
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """Find the largest count that fits by binary search; 0 if none does."""
+    """Return the largest count for which `fits` is true, found by binary search; 0 if there is none."""
     high = 1
     while fits(high):
         high *= 2

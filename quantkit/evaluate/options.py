@@ -20,14 +20,14 @@ class EvaluationOptions:
         None, "Set of tasks: quick, standard, long-context or none.", flag="--suite NAME|FILE", shown="quick"
     )
     tasks: tuple[str, ...] = setting(
-        (), "Tasks by name, lm-eval's and quantkit's own; repeatable.", flag="--tasks A,B", commas=True
+        (), "Names of lm-eval's or quantkit's own tasks; repeatable.", flag="--tasks A,B", commas=True
     )
     include_path: tuple[Path, ...] = setting(
-        (), "Folder of further lm-eval task files; repeatable.", flag="--include-path DIR", kind=Path
+        (), "Folder with further lm-eval task files; repeatable.", flag="--include-path DIR", kind=Path
     )
     data: tuple[Path, ...] = setting(
         (),
-        "Folder of items and texts on disk, e.g. DIR/hellaswag/validation.jsonl; repeatable.",
+        "Folder with task items and texts, e.g. DIR/hellaswag/validation.jsonl; repeatable.",
         flag="--data DIR",
         kind=Path,
     )
@@ -40,8 +40,8 @@ class EvaluationOptions:
     texts: tuple[str, ...] = setting((), "Measure the perplexity of this text; repeatable.", flag="--text FILE")
     text_tokens: int | str = setting(
         DEFAULT_TEXT_TOKENS,
-        "Number of tokens of --text to score, from its beginning, in whole windows; all = the whole text. `verify` "
-        "compares distributions on at most 8k of them.",
+        "Number of tokens to score at the beginning of --text, rounded up to whole windows; all = the whole text. "
+        "`verify` compares distributions on at most 8k tokens.",
         flag="--text-tokens N|all",
         kind=str,
         shown="20k",
@@ -54,7 +54,7 @@ class EvaluationOptions:
         "Number of tokens from the start of one window of --text to the next.",
         flag="--stride",
         minimum=1,
-        shown="a window",
+        shown="the window",
     )
     through: tuple[str, ...] = setting(
         ("prefill",),
@@ -64,12 +64,12 @@ class EvaluationOptions:
     )
     behaviour: bool | None = setting(
         None,
-        "Let chat models answer prompts, and compare how they act.",
+        "Measure how chat models behave when they answer prompts.",
         flag="--behaviour/--no-behaviour",
         shown="as the suite says",
     )
     prompts: Path | None = setting(
-        None, "Prompts of the behaviour test, in place of the bundled ones.", flag="--prompts FILE", kind=Path
+        None, "Prompts for the behaviour test, instead of the bundled prompts.", flag="--prompts FILE", kind=Path
     )
     chat_template: bool = setting(False, "Format prompts with the model's chat template.", flag="--chat")
     add_bos: bool | None = setting(

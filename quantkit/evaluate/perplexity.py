@@ -8,9 +8,9 @@ including its BOS if the tokenizer adds one:
                                    window 1         B 4 5 6 7 8            scores 5 to 8
                                    window 2                 B 8 9 10 11    scores 9 to 11
 
-Each token is scored once, in the first window that contains it; the first token of the text is scored only after a BOS.
-With the default stride, windows do not overlap, as in the quantization literature on WikiText-2 with 2048 tokens. There
-the first token of a window is not scored unless BOS precedes it.
+Each token is scored at most once, in the first window that contains it. The first token of the text is scored only if
+BOS precedes it. With the default stride, windows do not overlap, as in the quantization literature, which scores
+WikiText-2 in windows of 2048 tokens. The first token of such a window is not scored unless BOS precedes it.
 """
 
 import math
@@ -47,12 +47,14 @@ def perplexity(
         data: name of the text, for the record.
         window: tokens per window including BOS; None = 2048, or the model's context if that is shorter.
         stride: tokens from the start of one window to the next; None = no overlap.
-        through: "prefill" computes a window in one pass, "decode" token by token with earlier tokens in the cache.
+        through: "prefill" computes a window in one pass; "decode" computes it token by token, with the earlier tokens
+            in the cache.
         max_windows: maximum number of windows; None = all.
         add_bos: whether windows begin with BOS; None = as the tokenizer does (without a tokenizer: no).
         say: callback for progress.
     Raises:
-        DataError: the text has fewer than two tokens, or window or stride is out of range.
+        DataError: the text has fewer than two tokens, `window` or `stride` is out of range, `through` is unknown, or
+            there is no tokenizer or BOS token.
         RequestError: a token id is not in the vocabulary.
     """
     if through not in _CHUNKS:
@@ -117,7 +119,7 @@ def adds_bos(tokenizer: Any) -> bool:
 
 
 def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
-    """Return the BOS token that begins every window, or an empty tuple; `add_bos` as for `perplexity`."""
+    """Return the BOS token that begins every window, or an empty tuple; see `perplexity` for `add_bos`."""
     if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
     if llm.tokenizer is None or llm.tokenizer.bos_token_id is None:
@@ -126,7 +128,7 @@ def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
 
 
 def token_ids(llm: Evaluated, text: str | Sequence[int]) -> list[int]:
-    """Tokenize a text without BOS."""
+    """Return the token ids of a text, without BOS; token ids are returned as they are."""
     if not isinstance(text, str):
         return list(text)
     if llm.tokenizer is None:

@@ -1,6 +1,6 @@
-"""Register the model name `quantkit` in lm-eval 0.4.12 and 0.4.13; later releases use entry point `lm_eval.models`.
+"""Register the model name `quantkit` in lm-eval 0.4.12 and 0.4.13. Later releases use the entry point `lm_eval.models`.
 
-Importing this module registers the name. As a program, it runs lm-eval's own command line:
+Importing this module registers the name. If the module is run as a program, it starts lm-eval's own command line:
 
     python -m quantkit.evaluate.plugin --model quantkit --model_args pretrained=OUT --tasks hellaswag
 """

@@ -32,21 +32,22 @@ Schema = dict[str, Any]
 
 
 def _check_schema(schema: Any) -> Any:
-    """Raise ValueError unless a value is a JSON schema, as far as `fits_schema` uses its keywords."""
+    """Return a value unchanged if it is a JSON schema, otherwise raise ValueError.
+
+    Only the keywords that `fits_schema` uses are checked.
+    """
     if not isinstance(schema, dict):
         raise ValueError(f"{shorten(schema)} is not a JSON schema; a schema is an object")
     for kind in _as_list(schema.get("type", [])):
         if not isinstance(kind, str) or kind not in _TYPES:
             raise ValueError(f"{shorten(kind)} is not a type of JSON schema; the types are: {', '.join(_TYPES)}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if (
-        not isinstance(properties, dict)
-        or not isinstance(required, list)
-        or not all(isinstance(k, str) for k in required)
-    ):
-        raise ValueError("'properties' of a JSON schema is an object, and 'required' a list of its keys")
+    if not isinstance(properties, dict):
+        raise ValueError(f"'properties' of a JSON schema must be an object, not {shorten(properties)}")
+    if not isinstance(required, list) or not all(isinstance(k, str) for k in required):
+        raise ValueError(f"'required' of a JSON schema must be a list of property names, not {shorten(required)}")
     if not isinstance(schema.get("enum", []), list):
-        raise ValueError("'enum' of a JSON schema is a list")
+        raise ValueError(f"'enum' of a JSON schema must be a list, not {shorten(schema['enum'])}")
     for inner in (*properties.values(), *([schema["items"]] if "items" in schema else [])):
         _check_schema(inner)
     return schema
@@ -80,16 +81,16 @@ class Message(_Strict):
 
 
 class Expect(_Strict):
-    """The form of a right answer.
+    """The form that a right answer has.
 
     Args:
         calls: names of tools that must be called; empty = no tool may be called.
-        json_: keys of a JSON object that is the whole answer.
-        csv_: number of columns in every line of CSV.
-        items: number of lines that begin with a dash, a star or a number.
-        line: text with which a line of the answer must begin.
-        options: texts one of which is the whole answer.
-        refusal: whether the model should refuse the request; `is_met` does not check it.
+        json_: keys that the answer must have; the answer must be one JSON object and nothing else.
+        csv_: number of columns that every line must have; the answer must be CSV.
+        items: number of lines that must begin with a dash, a star or a number.
+        line: text with which at least one line must begin.
+        options: allowed answers; the whole answer must be one of them.
+        refusal: whether the model should refuse the request.
     """
 
     calls: list[str] | None = None
@@ -101,7 +102,7 @@ class Expect(_Strict):
     refusal: bool = False
 
     def is_met(self, answer: str) -> bool | None:
-        """Whether an answer has the form; None if no form is requested."""
+        """Whether an answer has the expected form, apart from `calls` and `refusal`; None if no form is expected."""
         text = answer.strip()
         if self.json_ is not None:
             try:
@@ -124,12 +125,12 @@ class Expect(_Strict):
 
 
 class Prompt(_Strict):
-    """One prompt; see the module.
+    """One prompt of a behaviour test.
 
     Args:
         messages: a conversation that ends before the answer.
         tools: functions that the model may call.
-        kind: name of a group of prompts.
+        kind: name of the group that the prompt belongs to.
         expect: form that a right answer has; see `Expect`.
     """
 
@@ -154,7 +155,11 @@ class Prompt(_Strict):
         return self.messages[-1].content or ""
 
     def is_valid(self, calls: list[Call | None]) -> bool:
-        """Whether all calls name existing tools and fit their schemas, and all expected tools are called."""
+        """Whether each call names an existing tool and fits the tool's schema, and all expected tools are called.
+
+        Args:
+            calls: calls in an answer; None = a call that cannot be parsed.
+        """
         schemas = {tool.function.name: tool.function.parameters for tool in self.tools}
         good = [call for call in calls if call and call[0] in schemas and fits_schema(call[1], schemas[call[0]])]
         expected = self.expect.calls
@@ -171,7 +176,7 @@ def without_fence(text: str) -> str:
 def fits_schema(value: Any, schema: Schema) -> bool:
     """Whether a value fits a JSON schema: type, enum, properties, required, items and additionalProperties: false.
 
-    Other keywords are ignored, so a call that violates only those counts as valid.
+    Other keywords are ignored, so a value that violates only ignored keywords counts as valid.
     """
     kinds = _as_list(schema.get("type", []))
     # In Python a boolean is an integer, in JSON it is not.
@@ -215,7 +220,7 @@ def read_prompts(path: Path | None = None) -> tuple[Prompt, ...]:
             record = parse_object(line, where, DataError, "one JSON object per line is needed")
             prompts.append(_parse(record, where))
     if not prompts:
-        raise DataError(f"{path} is empty; write one prompt per line, {{'messages': [...]}} as JSON")
+        raise DataError(f'{path} is empty; write one prompt per line, as JSON: {{"messages": [...]}}')
     return tuple(prompts)
 
 
@@ -230,5 +235,5 @@ def _parse(record: dict[str, Any], where: str) -> Prompt:
 
 
 def digest_text(prompt: Prompt) -> str:
-    """Return what identifies a prompt: messages and tools as JSON."""
+    """Return a prompt's messages and tools as JSON text, which identifies the prompt."""
     return json.dumps([prompt.chat, prompt.functions], sort_keys=True)

@@ -1,4 +1,4 @@
-"""Run a whole evaluation of one model: lm-eval tasks, perplexity and long contexts."""
+"""Run a whole evaluation of one model: lm-eval tasks, perplexity, long contexts and behaviour."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def evaluate(
 
     Args:
         llm: model from `loading.load_llm`, or another loaded model.
-        options: options of the evaluation; None = the suite `quick`.
+        options: options of the evaluation; None = the suite `quick`, or no suite if `asked_for` has any fields.
         progress: callback for lines of progress.
-        traces: the model's answers to the behaviour test, if it has already answered; None = let it answer now.
+        traces: the model's answers to the behaviour test, if they exist already; None = let the model answer now.
         asked_for: fields of `EvaluationOptions` that override `options`.
     Raises:
         DataError: there is nothing to evaluate, a task or text is not available, or lm-eval is missing.
@@ -88,11 +88,13 @@ def evaluate(
 
 
 def behaviour_plan(llm: Evaluated, options: EvaluationOptions) -> BehaviourPlan | None:
-    """Return the requested behaviour test; None if there is none, or the suite's does not fit the model.
+    """Return the requested behaviour test.
+
+    None if no test is requested, or if only the suite requests one and the model has no chat template.
 
     Raises:
         RequestError: an option requests a test, but the model has no chat template.
-        DataError: the prompts cannot be read, or the model can take none of them.
+        DataError: the prompts cannot be read, or no prompt can be used with the model.
     """
     asked, seed, _ = questions_for(llm, options)
     required = options.behaviour is True or options.prompts is not None
@@ -126,7 +128,7 @@ def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None)
 
 
 def check_items(llm: Evaluated, options: EvaluationOptions) -> None:
-    """Load the items of all tasks for this model, so that missing ones are reported before anything is computed.
+    """Load the items of all tasks for this model, so that missing items are reported before anything is computed.
 
     Raises:
         DataError: lm-eval is missing, or a task or its items are not available.
@@ -151,7 +153,7 @@ def check_evaluation(options: EvaluationOptions) -> None:
 
 
 def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int) -> dict[str, str]:
-    """Return the settings that affect the numbers, so that two evaluations can be checked for equal settings."""
+    """Return the settings that affect the results, to check whether two evaluations had the same settings."""
     bos = options.add_bos if options.add_bos is not None else llm.tokenizer is not None and adds_bos(llm.tokenizer)
     return {
         "engine": llm.engine_name,

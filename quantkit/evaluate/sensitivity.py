@@ -1,8 +1,8 @@
-"""Build the sensitivity map: the KL of the original model with one fused group quantized at a time; and propose a
-change of the recipe.
+"""Measure the sensitivity map of a model (the KL with one fused group quantized at a time), and propose a change of the
+recipe.
 
 The original is loaded once. One group at a time is quantized in it, and the KL to the unchanged original is measured on
-the same text. The proposal ignores the groups with the most KL per byte. It is measured before it is returned.
+the same text. The proposal is to ignore the groups with the most KL per byte; its KL is measured, not only predicted.
 Related: Dong et al. 2019 (HAWQ) choose bits per layer by curvature.
 """
 
@@ -38,10 +38,10 @@ Forms = tuple[tuple[FusedGroup, ...], ...]  # the quantized groups of each layer
 
 
 class Replay:
-    """Cache of one layer's inputs. A measurement skips the layers that it shares with the previous one. *Mutable*.
+    """Cache of one layer's inputs, with which a measurement skips the layers before that layer. *Mutable*.
 
-    Successive measurements share all layers before the quantized group, half of the work on average. Only models of the
-    native backend on a CPU are cached; others run in full.
+    Two successive measurements have the same layers before the quantized group, on average half of all layers. The
+    cache works only for a `NativeModel` on a CPU; other models run in full.
 
     Args:
         llm: the model; every measurement must use the same inputs.
@@ -55,7 +55,7 @@ class Replay:
 
     @contextmanager
     def start(self, groups: Sequence[FusedGroup]) -> Iterator[None]:
-        """Run one measurement inside the block, without the layers that it shares with the previous one.
+        """Run one measurement inside the `with` block. Skip the layers that are as in the previous measurement.
 
         Args:
             groups: groups that are quantized in this measurement.
@@ -132,7 +132,7 @@ class Goal:
     top1: float = 0.0
 
     def reached(self, measured: Distances) -> bool:
-        """Whether measured distances meet the goal with a margin."""
+        """Whether measured distances meet the goal, with a margin for the mean KL and for disagreement."""
         # The margin applies to disagreement, which a repair reduces as it reduces KL.
         agrees = not self.top1 or 1 - measured.top1 <= MARGIN * (1 - self.top1)
         return measured.mean <= MARGIN * self.kl and measured.p99 <= self.kl_p99 and agrees
@@ -149,7 +149,7 @@ def sensitivity_map(
     moved: bool | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SensitivityMap:
-    """Measure the KL of each fused group.
+    """Measure the KL of the original with each fused group quantized alone.
 
     Args:
         llm: the quantized model.
@@ -161,7 +161,7 @@ def sensitivity_map(
         moved: see `find_fused_groups`.
         progress: callback for lines of progress.
     Raises:
-        ModelError: the vocabularies differ, or a model does not use the native backend.
+        ModelError: the vocabularies differ; see also `find_fused_groups`.
     """
     check_vocabulary(llm, original)
     groups = find_fused_groups(llm, original, moved=moved)
@@ -206,7 +206,7 @@ def propose(
     Args:
         groups: all groups, in the order of the map.
         measured: the map.
-        measure: measures the distances of the original with these groups quantized.
+        measure: function that returns the distances of the original with the given groups quantized.
         goal: limits to meet; checked by measuring, since the sum of KL is only a prediction.
         ignored: patterns that the recipe already ignores.
     Returns:
@@ -245,7 +245,7 @@ def _extra_bytes(group: FusedGroup) -> int:
 def few(
     windows: Windows, vocab_size: int, max_tokens: int = MAX_TOKENS, reference_bytes: int = REFERENCE_BYTES
 ) -> Windows:
-    """Return as many windows as the limits allow, at least one.
+    """Return the first windows, as many as the limits allow but at least one.
 
     Args:
         windows: windows of token ids.
@@ -282,7 +282,7 @@ class Probe:
             return self.compare(self._original)
 
     def compare(self, llm: LLM) -> Distances:
-        """Measure the distances of another model, or of the original in its current state."""
+        """Measure the distances of a model, which may be the original in its current state, from the stored logits."""
         return join_distances(
             [
                 distances(p, q)
@@ -302,7 +302,7 @@ def failed_accuracy(report: Report) -> list[GateResult]:
 
 
 def repair_goal(report: Report) -> Goal | None:
-    """Convert failed accuracy gates to limits of KL; None if none failed or a gate cannot be converted.
+    """Convert the failed accuracy gates to limits of KL and agreement; None if no gate failed or none can be converted.
 
     The conversion assumes that the loss of accuracy and the logarithm of a perplexity ratio are proportional to KL.
     This is cautious, because accuracy falls faster at larger KL.
@@ -322,7 +322,7 @@ def repair_goal(report: Report) -> Goal | None:
 
 
 def _share(report: Report, gate: GateResult) -> float | None:
-    """Return the share of the loss that may remain; None for gates that do not limit a loss."""
+    """Return the share of the measured loss that a gate allows; None for gates that do not limit a loss."""
     assert gate.value is not None
     if gate.metric == "recovery":
         return _ratio(100 - gate.limit, 100 - gate.value)
@@ -343,7 +343,7 @@ def _share(report: Report, gate: GateResult) -> float | None:
 
 
 def _ratio(allowed: float, lost: float) -> float | None:
-    """Return the share of a loss that a gate allows: allowed / lost, limited to 0 to 1.
+    """Return the share of a loss that a gate allows: allowed / lost, clamped to 0..1.
 
     None if nothing was lost or the loss is infinite.
     """

@@ -106,12 +106,12 @@ class Suite(_Part):
     seed: int = 0
 
     def part(self, speaks_demo: bool) -> Asked:
-        """Return the tasks and texts for a model, which may speak the demo language."""
+        """Return the tasks and texts for a model that speaks the demo language, or for any other model."""
         return self.demo if speaks_demo else self.others
 
 
 def suites() -> dict[str, Path]:
-    """Return the files of the shipped suites by name."""
+    """Return the files of the shipped suites, keyed by suite name."""
     return {path.stem: path for path in sorted(bundled_folder("suites").glob("*.yaml"))}
 
 
@@ -127,7 +127,9 @@ def load_suite(name: str) -> Suite:
     known = suites()
     path = known.get(name, Path(name))
     if not path.exists():
-        raise DataError(f"unknown suite {name!r}{suggestion(name, known)}; shipped: {', '.join(known)}; or give a file")
+        raise DataError(
+            f"unknown suite {name!r}{suggestion(name, known)}; give a .yaml file, or one of: {', '.join(known)}"
+        )
     data: Any = parse_yaml(read_text(path, DataError), path.name, DataError)
     try:
         return Suite.model_validate(data)
@@ -149,7 +151,7 @@ def speaks_demo(llm: Evaluated) -> bool:
 
 
 def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
-    """Return the files of items in the first folder that has any.
+    """Return the files that match a pattern, from the first folder that has any; an empty list if none has.
 
     Args:
         pattern: path inside the folder; `*` matches any name.
@@ -177,7 +179,9 @@ def read_named_text(name: str, folders: Sequence[Path]) -> str:
         texts = [str(path)] if path.is_file() else [] if path.is_absolute() else find_items(name, folders)
     if not texts:
         looked = ", ".join(map(str, folders)) or "no --data folder was given"
-        raise DataError(f"text {shorten(name, 300)} is neither a file nor in --data ({looked}); pass --text FILE")
+        raise DataError(
+            f"text {shorten(name, 300)} is neither a file nor in a --data folder ({looked}); give an existing file"
+        )
     return read_text(Path(texts[0]), DataError, MAX_TEXT_BYTES)
 
 
@@ -276,7 +280,7 @@ def _shipped_files() -> dict[str, Path]:
 
 
 def _own(name: str, ours: dict[str, Path], data: Sequence[Path]) -> Path | None:
-    """Return the shipped file of a task name, or None."""
+    """Return the file in which quantkit defines a task; None if quantkit does not ship this task."""
     if name in ours:
         return ours[name]
     if name.startswith(BLIMP):
@@ -303,8 +307,8 @@ def _own_config(name: str, path: Path, data: Sequence[Path]) -> dict[str, Any]:
             config["task"], pattern = LOCAL + name.removeprefix(LOCAL), _blimp_items(name)
         files = find_items(pattern, data)
     if not files:
-        where = f"is not in {', '.join(map(str, data))}" if data else "needs a folder"
-        raise DataError(f"task {name!r} reads {pattern}, which {where}; pass --data DIR with that file")
+        where = f"which is not in {', '.join(map(str, data))}" if data else "but no --data folder was given"
+        raise DataError(f"task {name!r} reads {pattern}, {where}; pass --data DIR with that file")
     config["dataset_kwargs"] = {"data_files": {split: files}}
     config.pop("tag", None)
     return config
@@ -340,15 +344,16 @@ def _load_foreign(names: list[str], options: EvaluationOptions) -> list[Any]:
         if name not in manager.all_tasks:
             hint = suggestion(name, [*ours, "demo", *manager.all_tasks])
             raise DataError(
-                f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's tasks, docs/evaluate.md quantkit's"
+                f"unknown task {name!r}{hint}; `lm_eval ls tasks` lists lm-eval's tasks, and docs/evaluate.md lists "
+                "quantkit's tasks"
             )
     return [task for name in names for task in _load(manager, name, ours)]
 
 
 @cache
 def _all_of_lm_eval(folders: tuple[str, ...]) -> Any:
-    """Return lm-eval's task list including these folders. It is cached, because reading its 14,000 files
-    takes seconds.
+    """Return lm-eval's task list, including the tasks in these folders. The list is cached, because reading lm-eval's
+    14,000 files takes seconds.
     """
     from lm_eval.tasks import TaskManager
 

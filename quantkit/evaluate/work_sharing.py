@@ -1,8 +1,8 @@
 """Distribute the items of an evaluation in batches: a free rank takes the next batch, and every rank gets all answers.
 
-The last bits of an answer depend on the other items in its batch and on cached prefixes. So the batches depend only on
-the items, not on the number of ranks, and each starts with an empty cache: answers are bit-identical for any number of
-ranks. All ranks must have the same number of threads.
+The last bits of an answer depend on the other items in the same batch and on cached prefixes. So the batches depend
+only on the items, not on the number of ranks, and each batch starts with an empty cache. Answers are then bit-identical
+for any number of ranks, if all ranks have the same number of threads.
 """
 
 import time
@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 
 class Meter:
-    """Report progress and the estimated remaining time: at most once per 5 % and per 2 seconds.
+    """Reports progress and the estimated remaining time: at most once per 5 % of the work, and at most every 2 seconds.
 
     Args:
         say: callback for a line of progress.
@@ -42,7 +42,7 @@ class Meter:
         self._line = 0
 
     def reach(self, done: int) -> None:
-        """Report that this many items are done, by all ranks as far as this rank knows."""
+        """Report that this rank has reached item number `done`; all items before it count as done."""
         share, now = self._ends[done - 1] / self._ends[-1], time.monotonic()
         if int(share * _LINES) == self._line or now - self._last < _PAUSE_S:
             return
@@ -60,7 +60,7 @@ def score_in_turns(
     say: Say | None = None,
     items: str = "requests",
 ) -> list[PromptScores]:
-    """Score all texts with the model's `score_tokens`, shared among ranks; results are in order.
+    """Score texts with the model's `score_tokens`. The ranks share the work; the results are in the order of the texts.
 
     Args:
         llm: model to score with.
@@ -88,7 +88,7 @@ def score_in_turns(
 
 
 def _counted(meter: Meter | None, done: int) -> Callable[[int], None] | None:
-    """Return a callback that adds newly finished items to `done` and reports the sum to the meter."""
+    """Return a callback that adds newly finished items to `done` and reports the sum; None without a meter."""
     if meter is None:
         return None
 
@@ -107,7 +107,14 @@ def generate_in_turns(
     *,
     say: Say | None = None,
 ) -> list[Completion]:
-    """Generate answers to all prompts, shared among ranks; results are in order. `say` reports progress."""
+    """Generate answers to prompts. The ranks share the work; the answers are in the order of the prompts.
+
+    Args:
+        llm: model that answers.
+        prompts: texts or token ids.
+        params: sampling parameters of each prompt.
+        say: callback for progress.
+    """
     if not isinstance(llm, LLM):
         return llm.generate(prompts, params)
     # A request without a seed draws by its number, which differs from rank to rank.

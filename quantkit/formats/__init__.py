@@ -57,5 +57,5 @@ def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | 
 
 
 def writable(fits: Callable[[Format], bool]) -> str:
-    """List the writable formats for which `fits` is true, for messages."""
+    """Return the names of the writable formats for which `fits` is true, as a list for messages."""
     return ", ".join(name for name, known in REGISTRY.all().items() if known.is_written and fits(known))

@@ -87,8 +87,9 @@ def fp8_cache_args(strategy: str) -> dict[str, Any]:
 def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
     """Return the scheme that a compressed-tensors `quantization_config` describes.
 
-    In the library, exact names take precedence over regular expressions, and those over classes; within a kind, the
-    alphabetically first target wins. In a `Scheme` the last matching rule wins, so the rules are in reverse order.
+    In the library, exact names take precedence over regular expressions, and regular expressions over classes; within
+    a kind, the alphabetically first target wins. In a `Scheme` the last matching rule wins, so the rules are in reverse
+    order.
 
     Raises:
         SchemeError: this variant of the format cannot be decoded.
@@ -200,7 +201,8 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
     """
     weights, inputs = group.weights, group.input_activations
     if weights is None or group.output_activations is not None:
-        raise SchemeError(f"config group {name!r} has no weights or quantizes outputs; this is not supported")
+        problem = "has no weights" if weights is None else "quantizes outputs"
+        raise SchemeError(f"config group {name!r} {problem}, which is not supported")
     strategy = _plain(weights.strategy)
     if strategy not in ("tensor", "channel", "group", "block", "tensor_group") or weights.dynamic:
         raise SchemeError(
@@ -257,7 +259,7 @@ def _dtype(name: str, args: QuantizationArgs) -> DType:
 
 
 def _pattern(target: str) -> str:
-    """Convert a target or ignored name of the library to the pattern of a `Rule`."""
+    """Convert a target, or an ignored name, of the library to the pattern of a `Rule`."""
     if target == _LINEAR:
         return "*"
     if not target.startswith("re:"):

@@ -1,4 +1,4 @@
-"""Rules of compressed-tensors: which of its formats holds a scheme, and which models its loaders support.
+"""Rules of compressed-tensors: which of its formats holds a scheme, and which models loaders support.
 
 A scheme must be supported by the library and by the engines that read it; schemes that only the library could compute
 are refused.
@@ -41,7 +41,7 @@ def find_layout(scheme: LinearScheme) -> str:
     """Return the name of the compressed-tensors format that holds this scheme.
 
     Raises:
-        SchemeError: no format does; the message names the recipe field to change.
+        SchemeError: no format holds the scheme; the message names the recipe field to change.
     """
     weight, activation = scheme.weight, scheme.activation
     if weight.dtype.kind == "float":
@@ -61,9 +61,9 @@ def find_layout(scheme: LinearScheme) -> str:
     name = activation.dtype.name
     hint = f"; {name} activations require {name} weights" if activation.dtype.kind == "float" else ""
     raise SchemeError(
-        f"{activation.describe()} activations cannot be combined with {weight.describe()}; set weights.dtype to int8 "
-        "with weights.group_size 'channel' (int8 activations) or to symmetric int4 (dynamic int8 or fp8 activations), "
-        f"or leave activations out{hint}"
+        f"{activation.describe()} activations cannot be combined with {weight.describe()} weights; set weights.dtype "
+        "to int8 with weights.group_size 'channel' (for int8 activations) or to symmetric int4 (for dynamic int8 or "
+        f"fp8 activations), or leave activations out{hint}"
     )
 
 
@@ -154,7 +154,7 @@ def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
 
 
 def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...]:
-    """Warn where transformers treats experts differently from other linears."""
+    """Return a warning if transformers treats experts differently from other linears."""
     kinds = [[StoredLinear(scheme=scheme, expert=expert) for scheme in schemes] for expert in (True, False)]
     experts, others = (
         judge("transformers", StoredModel(format=NAME, linears=tuple(linears), compressed_experts=loads), CPU)
@@ -163,5 +163,5 @@ def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...
     if experts.reason != others.reason:
         return (f"{experts.engine} {experts.release}: {experts.reason}; quantkit's own LLM reads them",)
     if len(schemes) > 1:
-        return ("transformers decodes all experts with one scheme, but these experts have several; vLLM supports that",)
+        return ("transformers decodes all experts with one scheme, but these experts have several; vLLM reads them",)
     return ()

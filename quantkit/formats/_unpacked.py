@@ -31,7 +31,7 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
 
     Args:
         tensors: tensors of one linear, keyed by local name.
-        scheme: scheme of its weight.
+        scheme: scheme of the weight.
     Raises:
         CheckpointError: a tensor is missing or has the wrong dtype or shape.
     """
@@ -85,7 +85,7 @@ def with_scales(
     Args:
         codes: (N, K).
         tensors: tensors of the linear, keyed by local name.
-        scheme: scheme of its weight; a block has `block_rows` x `group_size` weights.
+        scheme: scheme of the weight; a block has `block_rows` x `group_size` weights.
         scale_name: name of the scale tensor.
     Returns:
         The weight, with a block's scales repeated for each of its rows; if g does not divide K, the last group is

@@ -31,7 +31,7 @@ _HALF = 8
 
 
 class AWQFormat(Format):
-    """The AWQ format. AutoRound writes it under its own `quant_method`."""
+    """The AWQ format. AutoRound writes this format too, under a `quant_method` of its own."""
 
     name: ClassVar[str] = "awq"
     method: ClassVar[str] = "awq"
@@ -62,11 +62,10 @@ class AWQFormat(Format):
         return words and (words[1] * 8, words[0])
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
-        if weight.group_index is not None or weight.zero_point is None:
-            raise SchemeError(
-                "awq needs zero points and cannot store groups in activation order; "
-                "set weights.symmetric=false and steps.gptq.act_order=weight"
-            )
+        if weight.group_index is not None:
+            raise SchemeError("awq cannot store groups in activation order; set steps.gptq.act_order=weight")
+        if weight.zero_point is None:
+            raise SchemeError("awq needs zero points, but this weight has none; set weights.symmetric=false")
         check_scale(weight.scale)
         return {
             "qweight": _pack(weight.codes.t()),  # (K, N / 8)

@@ -50,7 +50,7 @@ class Format(ABC):
     holds_activations: ClassVar[bool] = False
     # Whether its loaders support linears whose weight the model keeps as (K, N), or need no support for them.
     holds_transposed: ClassVar[bool] = False
-    # Whether config.json can describe the KV cache and, for `holds_cache_scales`, announce fixed scales.
+    # Whether config.json can describe the KV cache; `holds_cache_scales`: whether it can announce fixed scales.
     describes_cache: ClassVar[bool] = True
     fuses: ClassVar[bool] = True  # whether readers fuse linears that share their inputs, which then need one scheme
     holds_cache_scales: ClassVar[bool] = False
@@ -88,7 +88,7 @@ class Format(ABC):
             scheme.weight.group_width(shape[1])
 
     def check_model(self, family: Family, layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
-        """Refuse a model that no loader of this format supports; warn if some loaders do not.
+        """Refuse a model that no loader of this format supports; return warnings if some loaders do not support it.
 
         Args:
             family: family of the model.
@@ -106,11 +106,11 @@ class Format(ABC):
         return ()
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
-        """Return (N, K) of a linear from the shapes of its tensors; None if they do not determine it. Without `read`,
+        """Return (N, K) of a linear from the shapes of its tensors; None if these do not determine it. Without `read`,
         K may include the padding of the last word.
 
         Args:
-            shapes: shapes of its tensors, keyed by local name.
+            shapes: shapes of the tensors of the linear, keyed by local name.
             scheme: scheme of the linear.
             read: reads a small tensor by its local name, e.g. one that stores the exact shape.
         """
@@ -135,7 +135,7 @@ class Format(ABC):
         return 0
 
     def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return the tensors of each weight stored as codes: their full names, keyed by weight name and by local name.
+        """Return the full names of the tensors of each weight stored as codes, keyed by weight name and by local name.
 
         A weight whose name does not end in `.weight` is a stack of matrices; its tensors have one more dimension.
 
@@ -350,7 +350,7 @@ def unquantized_modules(name: str, shape: tuple[int, ...]) -> list[str]:
 
     Args:
         name: full name of an unquantized tensor.
-        shape: its shape.
+        shape: shape of the tensor.
     """
     module, _, leaf = name.rpartition(".")
     if leaf == "weight" and len(shape) == 2:
@@ -380,7 +380,7 @@ def stores_codes(names: Iterable[str]) -> bool:
 def by_module(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the local tensor names of each module, keyed by full module name, in the order of the layers.
 
-    Some formats append to the name of the weight; `a.b.weight.absmax` is the local name `weight.absmax` of `a.b`.
+    Some formats append to the name of the weight: `a.b.weight.absmax` has the local name `weight.absmax` in `a.b`.
 
     Args:
         names: names of all tensors of a checkpoint.

@@ -30,8 +30,8 @@ _STATE = "weight.quant_state.bitsandbytes__"
 class BitsAndBytes(Format):
     """The bitsandbytes format.
 
-    Decoded 4-bit codes are the lookup-table values; groups may be smaller than the stored blocks, so that none crosses
-    a row.
+    Decoded 4-bit codes are the lookup-table values. Groups may be smaller than the stored blocks, so that no group
+    crosses a row.
     """
 
     name: ClassVar[str] = "bitsandbytes"

@@ -9,7 +9,7 @@
 
 A calibrated scale of inputs is stored as input_scale (1,), or for nvfp4 as input_global_scale (1,). The configuration
 classes are the library's own. This module chooses the layout, checks schemes and packs codes. It packs like GPTQ, but
-along the other dimension; tests compare the bytes with the library's.
+along the other dimension; tests compare its bytes with those of the library.
 Not handled: mxfp6, asymmetric activations, sparsity, activation-ordered groups.
 Shapes: N outputs, K inputs, G scales per row.
 Source: compressed-tensors 0.12 to 0.20, `compressors/` and `quantization/quant_{args,scheme,config}.py`.

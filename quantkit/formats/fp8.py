@@ -56,7 +56,7 @@ class FineGrainedFP8(Format):
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
         stored, scale = matrix_shape(shapes.get("weight")), shapes.get(_SCALE)
-        # Dtypes are not known here, so the shape of the scales tells: no FP8 block has 16 inputs and one output.
+        # Dtypes are not known here; the shape of the scales identifies FP4: no FP8 block has 16 inputs and one output.
         is_fp4 = stored is not None and scale == (stored[0], stored[1] * 2 // _FP4.group_width(32))
         return (stored[0], stored[1] * 2) if stored is not None and is_fp4 else stored
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from quantkit.models.family import Family
 
-# Types that matrices can be rounded to without calibration data, keyed by their names in recipes: ggml's name of the
-# block, and of the block to use if the first one's size does not divide the row, as in llama-quantize.
+# Types that matrices can be rounded to without calibration data, keyed by name in recipes. Each has ggml's names of two
+# blocks: its own, and the block to use if the size of the first does not divide the row, as in llama-quantize.
 MATRIX_BLOCKS = {
     **{name: (name.upper(), name.upper()) for name in ("f32", "f16", "bf16")},
     **{name: (name.upper(), "F16") for name in ("q4_0", "q4_1", "q8_0")},
@@ -75,7 +75,7 @@ def matrix_block(type_name: str, width: int) -> str:
 
 
 def matrix_bytes(type_name: str, rows: int, width: int) -> int:
-    """Return the bytes of a matrix (rows, width) in these blocks."""
+    """Return the bytes of a matrix (rows, width) in the blocks of `matrix_block`."""
     values, size = _BLOCK_BYTES[matrix_block(type_name, width)]
     return rows * width // values * size
 
@@ -180,7 +180,7 @@ class GGUFFormat(CompressedTensorsFormat):
         return decode_codes(tensors)
 
     def symmetric_block(self, weight: WeightScheme) -> str:
-        """Return ggml's name of the block type for a scheme that `check` accepts; integers count as symmetric."""
+        """Return ggml's name of the block type for a scheme that `check` accepts, as if integers were symmetric."""
         if weight.dtype.block is not None:
             return weight.dtype.name.upper()
         return _SYMMETRIC[weight.dtype.name]

@@ -254,7 +254,7 @@ def _is_head(name: str) -> bool:
 
 
 def _num_inputs(words: int, bits: int, index: tuple[int, ...] | None) -> int:
-    """Return K: the length of g_idx if it needs the same number of words, else as many inputs as the words hold."""
+    """Return K: the length of g_idx if that fits the number of words; otherwise, how many inputs the words hold."""
     if index is not None and len(index) == 1 and math.ceil(index[0] * bits / 32) == words:
         return index[0]
     return words * 32 // bits

@@ -31,7 +31,7 @@ _MIXED = "MIXED_PRECISION"
 
 
 class ModelOpt(Format):
-    """The ModelOpt format; the loader copies hf_quant_config.json to `quantization_config`, so both are supported."""
+    """The ModelOpt format. Where config.json has no `quantization_config`, quantkit uses hf_quant_config.json."""
 
     name: ClassVar[str] = "modelopt"
     method: ClassVar[str] = "modelopt"

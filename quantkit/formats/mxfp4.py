@@ -3,7 +3,7 @@
     <name>_blocks   uint8 (E, N, G, 16), two codes per byte, the even input in the low nibble
     <name>_scales   uint8 (E, N, G), exponent + 127
 
-Names are `gate_up_proj` and `down_proj`, which the model keeps as (E, K, N). All other weights are unquantized.
+<name> is `gate_up_proj` or `down_proj`, which the model keeps as (E, K, N). All other weights are unquantized.
 Shapes: E experts, N outputs, K inputs, G groups of 32 inputs.
 Source: transformers `integrations/mxfp4.py` (convert_moe_packed_tensors); gpt-oss `torch/weights.py`.
 """
@@ -25,7 +25,7 @@ _BYTES = 16  # of one group
 
 
 class StackedMXFP4(Format):
-    """The format; the local tensor names of one expert are `blocks` and `scales`."""
+    """The format of the experts of gpt-oss; the local tensor names of one expert are `blocks` and `scales`."""
 
     name: ClassVar[str] = "mxfp4"
     method: ClassVar[str] = "mxfp4"

@@ -50,7 +50,7 @@ class Expert(nn.Module):
     """One expert built of `nn.Linear` modules.
 
     Args:
-        names: names of its linears in the checkpoint: gate and up, or up alone, then down.
+        names: names of the expert's linears in the checkpoint: gate and up, or up alone, then down.
         hidden, width: H and I.
         bias: whether the linears have biases.
         gate: function that maps the outputs (T, I) of gate and up, or of up alone, to the activation (T, I).
@@ -76,7 +76,7 @@ class LinearExperts(nn.ModuleList):
     """Replacement, with the same call signature, for a module that stacks all experts of a layer in 3-D parameters.
 
     Args:
-        fused: the replaced module; only its activation is used.
+        fused: the replaced module, which provides shapes and activation; its weights are not used.
         data: the family's description of experts.
     """
 
@@ -95,12 +95,12 @@ class LinearExperts(nn.ModuleList):
         """Compute the same output as the replaced module.
 
         Args:
-            hidden_states: (..., H). If called without the other arguments: (E * T, H), all tokens once per expert,
-                already weighted.
+            hidden_states: (..., H). Without the other arguments: (E * T, H), a weighted copy of all tokens for each
+                expert.
             top_k_index: (T, k) chosen experts of each token.
-            top_k_weights: (T, k) weights of the chosen experts, or (T, E) weights of all.
+            top_k_weights: (T, k) weights of the chosen experts, or (T, E) weights of all experts.
         Returns:
-            (..., H).
+            Tensor of the shape of `hidden_states`.
         """
         if top_k_index is None or top_k_weights is None:
             tokens = hidden_states.view(len(self), -1, hidden_states.shape[-1])
@@ -134,10 +134,10 @@ def _activated(fused: Any, interleaved: bool, gate: Tensor, up: Tensor) -> Tenso
 
 
 def rebuild_layer(layer: nn.Module, family: Family) -> None:
-    """Replace the weights of a layer on the meta device by `nn.Linear` modules that are named as in checkpoints.
+    """Replace stacked experts and transposed linears by `nn.Linear` modules, and rename modules as in checkpoints.
 
     Args:
-        layer: layer to modify.
+        layer: layer on the meta device, which is modified.
         family: family of the model.
     """
     gated = family.experts is None or family.experts.gated
@@ -154,7 +154,10 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
 
 
 def holds_stacked_experts(module: nn.Module, gated: bool = True) -> bool:
-    """Whether a module stacks experts in two 3-D parameters of equal E; in LongCat some modules have only a gate."""
+    """Whether a module stacks experts in two 3-D parameters with the same number of experts E.
+
+    False for LongCat: its `gate_up_proj` has further entries for experts that compute nothing.
+    """
     parameters = dict(module.named_parameters(recurse=False))
     names = ("gate_up_proj" if gated else "up_proj", "down_proj")
     stacked = [parameters[name] for name in names if name in parameters]
@@ -167,7 +170,7 @@ def _replace(layer: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
-    """Register modules under their names in checkpoints; the layer's code still finds them under its own names."""
+    """Register modules under their names in checkpoints; the layer's code still finds them under the names it uses."""
     for name, other in stored.items():
         owner, _, leaf = name.rpartition(".")
         try:

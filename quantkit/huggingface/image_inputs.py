@@ -37,7 +37,7 @@ class ImageStem:
 
     Args:
         model: the model, with the weights of this part on the device.
-        family: family with the names of its parts.
+        family: family with the names of the model's parts.
         dtype, device: dtype and device of the weights.
         missing: parameters that the checkpoint lacks.
     """
@@ -98,10 +98,12 @@ class ImageStem:
 
     @torch.inference_mode()
     def inputs(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the arguments of the language model, embeddings first, on the CPU.
+        """Compute the arguments with which the model calls its language model for one sample.
 
         Args:
             sample: output of the model's processor for one text and its images.
+        Returns:
+            Arguments on the CPU, keyed by name, with `inputs_embeds` first.
         Raises:
             ModelError: the model cannot process the sample, or an argument cannot be saved.
         """
@@ -157,13 +159,13 @@ def _check_plain(value: Any, name: str) -> None:
 
 
 def _tables(model: nn.Module, family: Family) -> set[str]:
-    """Return the names of the language model's embedding tables, of which only some rows are read."""
+    """Return the names of the language model's embedding tables. Only some rows of these tables are read."""
     modules = model.get_submodule(family.backbone).named_modules()
     return {f"{family.backbone}.{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
 
 
 def _special_tokens(model: Any) -> Iterator[int]:
-    """Yield the token ids in config.json, which mark or replace images."""
+    """Yield the ids of special tokens in config.json, such as those that mark or replace images."""
     for config in (model.config, model.config.get_text_config()):
         for name, value in vars(config).items():
             if name.endswith(("_token_id", "_token_index")) and type(value) is int and value >= 0:
@@ -171,7 +173,7 @@ def _special_tokens(model: Any) -> Iterator[int]:
 
 
 def _rows(reader: CheckpointReader, name: str, used: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an embedding table in which only the rows `used` are filled; untouched pages take no memory."""
+    """Return an embedding table in which only the rows `used` are filled; the other rows take almost no memory."""
     shape = reader.info(name).shape
     pages = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize)
     table = torch.frombuffer(pages, dtype=dtype)[: math.prod(shape)].view(shape)

@@ -1,8 +1,8 @@
 """Arguments of one decoder layer for one sequence, for models whose layers exchange more than hidden states.
 
 Some models pass more from layer to layer: indices of the tokens to attend to, states of a router, keys and values that
-later layers reuse, or token embeddings. A `LayerCall` keeps tensors that the shape of the hidden states does not
-determine, keyed by their path in the layer's arguments: the name of the argument, then keys and indices in it.
+later layers reuse, or token embeddings. A `LayerCall` keeps the tensors that the shape of the hidden states does not
+determine. They are keyed by their path: the name of the layer's argument, then keys and indices inside the argument.
 Shapes: T tokens.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUMBER = "#"  # precedes a number that is the key of a dict, not a position in a tuple
+_NUMBER = "#"  # in a path, precedes a number that is the key of a dict, not a position in a tuple
 # Names of the cache argument of layers and models; transformers 5.24 introduces `cache` and warns about older names.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """Return the name of the cache argument of a transformers layer or model; None if it has none."""
+    """Return the name of the cache argument of a transformers layer or model; None if there is no such argument."""
     known = inspect.signature(forward).parameters
     return next((name for name in _CACHES if name in known), None)
 
@@ -33,9 +33,9 @@ class LayerCall:
     Args:
         token_ids: (1, T) int64.
         hidden: hidden states before the layer, (1, T, ...) or with a leading dimension of residual streams.
-        beside: other tensors by path, e.g. `prev_topk_indices` or `shared_kv_states/full_attention/0`.
+        beside: other tensors, keyed by path, e.g. `prev_topk_indices` or `shared_kv_states/full_attention/0`.
         inputs: arguments of the language model that the token ids do not determine: a nested structure of tensors and
-            plain data, on the CPU. See `image_inputs`.
+            plain data, on the CPU. None = the token ids determine all arguments. See `image_inputs`.
         absent: paths of arguments that are tensors in other calls of the same shape, but not in this one.
     """
 
@@ -55,12 +55,12 @@ class LayerCall:
         return self
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> "LayerCall":
-        """Move the call to another device except its token ids."""
+        """Move the hidden states and the tensors in `beside` to another device; token ids and `inputs` stay."""
         beside = {path: value.to(device, copy=copy) for path, value in self.beside.items()}
         return replace(self, hidden=self.hidden.to(device, copy=copy), beside=beside)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything in the call as tensors by name, for saving; see `of_tensors`."""
+        """Return everything in the call as tensors, keyed by name, for saving; see `of_tensors`."""
         beside = {f"beside/{path}": value.contiguous() for path, value in self.beside.items()}
         saved = {"token_ids": self.token_ids, "hidden": self.hidden.contiguous(), **beside}
         if self.inputs is None:
@@ -104,10 +104,10 @@ def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
 def tensors_beside(
     arguments: Any, known: Any, same: Callable[[Tensor, Tensor], bool] = torch.equal
 ) -> dict[str, Tensor]:
-    """Return the tensors in a layer's arguments that differ from those in known arguments, keyed by path.
+    """Return the tensors in `arguments` that `known` lacks or holds with other values, keyed by path.
 
     Args:
-        arguments: arguments, a nested structure of dicts, tuples and lists.
+        arguments: arguments of a layer, a nested structure of dicts, tuples and lists.
         known: arguments to compare with.
         same: predicate that decides whether two tensors are equal.
     """
@@ -117,7 +117,7 @@ def tensors_beside(
 
 
 def tensors_missing(arguments: Any, known: Any) -> list[str]:
-    """Return the paths at which known arguments have a tensor but these arguments do not."""
+    """Return the paths at which `known` has a tensor but `arguments` has none."""
     present = dict(_leaves(arguments))
     return [path for path, _ in _leaves(known) if path not in present]
 
@@ -141,7 +141,7 @@ def merged(arguments: Any, beside: Mapping[str, Tensor]) -> Any:
 
     Args:
         arguments: a nested structure of dicts, tuples and lists, not modified.
-        beside: tensors to insert, by path.
+        beside: tensors to insert, keyed by path.
     """
     if "" in beside:
         return beside[""]
@@ -165,10 +165,12 @@ def _mapping(like: Mapping[Any, Any], parts: Mapping[str, Any]) -> Any:
 
 
 def hand_back(arguments: Any, used: Any, device: torch.device | str) -> None:
-    """Copy entries that a layer added to dicts in its merged arguments back to the model's own arguments.
+    """Copy the dict entries of a layer's merged arguments back to the model's own arguments.
+
+    The layer may have added entries to these dicts, which later layers read.
 
     Args:
-        arguments: the model's arguments by name; modified.
+        arguments: the model's arguments, keyed by name; modified.
         used: the arguments that `merged` returned, after the layer ran.
         device: device of the copied tensors.
     """

@@ -1,7 +1,7 @@
 """Build a transformers model without weights and record the arguments with which it calls its layers.
 
-Only the model's own forward knows the arguments of a layer (rotary embeddings, masks). It runs here unchanged, with
-recorders in place of the layers, which compute nothing.
+Only the model's own forward knows the arguments of a layer (rotary embeddings, masks). This forward runs unchanged, but
+recorders, which compute nothing, replace the layers.
 """
 
 import inspect
@@ -22,7 +22,7 @@ class _Recorded(Exception):
 
 
 class _OtherShape(Exception):
-    """Signal from a recorder whose input has another shape than the first recorder's."""
+    """Signal from a recorder whose input differs in shape from the first recorder's input."""
 
 
 Compute = Callable[[Tensor, dict[str, Any]], Any]
@@ -30,7 +30,7 @@ Compute = Callable[[Tensor, dict[str, Any]], Any]
 
 
 def compute_with(layer: nn.Module) -> Compute:
-    """Return the layer's own computation on a copy of the hidden states, because a layer may modify them in place."""
+    """Return a function that runs the layer on a copy of the hidden states: a layer may modify its input in place."""
     return lambda hidden, arguments: layer(hidden.clone(), **arguments)
 
 
@@ -41,7 +41,8 @@ class Recorder(nn.Module):
         layer: the replaced layer.
         last: whether this recorder ends the forward pass.
         length: length of the tuple, hidden states first, that the model expects from a layer; 0 = no tuple.
-        shape: batch size and number of tokens; the first recorder appends the full shape of the hidden states.
+        shape: list shared by all recorders. It begins with the shape (batch size, tokens); the first recorder appends
+            the full shape of the hidden states.
         compute: computation to run; None = return the input.
     """
 
@@ -57,7 +58,12 @@ class Recorder(nn.Module):
         self.arguments: dict[str, Any] = {}
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        """Record the arguments and return the hidden states."""
+        """Record the arguments; return the result of `compute`, or else the hidden states unchanged.
+
+        Raises:
+            _Recorded: this is the last recorder.
+            _OtherShape: the hidden states do not have the shape of the first recorder's.
+        """
         arguments = {**dict(zip(self._names, given, strict=False)), **named}
         hidden = arguments.pop(self._names[0])
         self._check(hidden.shape)
@@ -69,7 +75,7 @@ class Recorder(nn.Module):
         return (hidden, *[None] * (self._length - 1)) if self._length else hidden
 
     def _check(self, shape: torch.Size) -> None:
-        """Check the shape of hidden states; residual streams are a dimension after or before batch and tokens."""
+        """Check the shape of the hidden states. Residual streams may add a dimension before or after (B, T)."""
         if len(self._shape) == 1 and len(shape) >= 3 and self._shape[0] in (shape[:2], shape[1:3]):
             self._shape.append(shape)
         if shape != self._shape[-1]:
@@ -89,10 +95,11 @@ def pass_through(
     """Run a model up to its last layer without computing the layers.
 
     Args:
-        model: the model; only parameters used before the layers must be off the meta device.
+        model: the model; only parameters that are used before the layers must be off the meta device.
         backbone: name of the module that takes `inputs` and passes hidden states through the layers.
         layers: name of the list of layers.
-        computed: computations to run for some layers, by number; the run ends at the layer after the last of them.
+        computed: computations to run in some layers, keyed by layer number. If any are given, the run ends at the layer
+            after the last of these layers.
         inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T), and further arguments.
     Returns:
         A recorder for each layer that was reached.
@@ -143,12 +150,12 @@ def _pass(
 
 
 def build_model(reader: CheckpointReader) -> nn.Module:
-    """Build the transformers model of a checkpoint's config, with parameters on the meta device and real buffers.
+    """Build the transformers model of a checkpoint's config, with parameters on the meta device and buffers in memory.
 
-    Its class is the one that config.json names, if transformers has it; otherwise the config's causal LM class.
+    The model's class is the one that config.json names, if transformers has it; otherwise the config's causal LM class.
 
     Raises:
-        ModelError: transformers cannot build it.
+        ModelError: transformers cannot build the model.
     """
     from accelerate import init_empty_weights
 

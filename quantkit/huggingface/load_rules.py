@@ -1,9 +1,9 @@
 """Predict how transformers' `from_pretrained` loads a checkpoint, from names, shapes and samples of its tensors.
 
-The model is built on the meta device with the checkpoint's quantization config, and transformers' own rules, including
-its quantizer's, are applied to every stored name. If a rule joins or decodes tensors, it runs on the first of them, for
-example one expert, and the result is compared with quantkit's. The weights are not loaded, so the model's size does not
-matter; other tests compare logits of fully loaded models.
+The model is built on the meta device with the checkpoint's quantization config. transformers' own rules, including
+those of its quantizer, are applied to every stored name. If a rule joins or decodes tensors, it runs on a sample, for
+example on the tensors of one expert, and the result is compared with quantkit's. The weights are not loaded, so the
+model's size does not matter; other tests compare logits of fully loaded models.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Stored:
 
     Args:
         module: the quantized module that the tensor belongs to; "" = none.
-        kind: tensors of equal `kind` and `evenness` are represented by one sample.
+        kind: label of similar tensors; one sample represents all tensors of equal `kind` and `evenness`.
         shape: shape of the tensor; None = not known yet.
     """
 
@@ -64,7 +64,7 @@ class Problems:
         mismatched: stored tensors whose shapes differ from the model's, with both shapes.
         unconverted: tensors of the model for which a rule fails or gives a wrong result, with the reason.
         modules: quantized modules with an unexpected or unconverted tensor, with the reason.
-        sources: tensors of no quantized module that a failing rule uses.
+        sources: stored tensors that a failing rule uses and that belong to no quantized module.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Problems:
 
     @property
     def summary(self) -> str:
-        """Return one phrase per kind of problem with its first tensor; empty if there is no problem."""
+        """One phrase per kind of problem, with the first affected tensor; empty if there is no problem."""
         kinds = {
             "missing": sorted(self.missing),
             "unused by the model": sorted(self.unexpected),
@@ -103,11 +103,13 @@ class CannotLoad(ModelError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """Names of the tensors that a rule creates for one target. Other targets of the same kind get the same relative
-    names.
+    """Names of the tensors that a rule creates for one target, relative to their common module.
+
+    The common module is the innermost one that contains the target and all created tensors. The relative names are the
+    same for other targets of the same kind.
 
     Args:
-        depth: number of trailing parts of the target's name that are not part of the common module.
+        depth: number of parts of the target's name that follow the name of the common module.
         names: created names relative to the common module.
     """
 
@@ -122,7 +124,7 @@ class _Made:
         return cls(depth=inside[0].count(".") + 1, names=inside)
 
     def of(self, target: str) -> set[str]:
-        """Return the full names for a target."""
+        """Return the full names of a target and of the tensors that the rule creates for it."""
         owner = target.split(".")[: -self.depth]
         return {target, *(".".join([*owner, name]) for name in self.names)}
 
@@ -143,8 +145,8 @@ class HfLoader:
         reader: reader of the model's config.json.
         section: `quantization_config`; empty for an unquantized checkpoint.
     Attributes:
-        touches_weights: whether transformers' code that initializes the model accesses the weights of linears, which
-            quantized linears do not have, so that loading fails; see `decode_at_load`.
+        touches_weights: whether transformers' initialization of the model accesses the weights of linears. Quantized
+            linears have no weights, so loading then fails; see `decode_at_load`.
     Raises:
         ModelError: the installed libraries cannot build the model; the message gives the reason.
         CannotLoad: the libraries can build the model, but setting up its loading rules fails.
@@ -176,8 +178,8 @@ class HfLoader:
         Args:
             tensors: tensors of the checkpoint, by name.
             sample: returns the tensor with this name, or another one of the same kind in its place.
-            decoded: returns, for a quantized module, its weight's name in an unquantized checkpoint and the decoded
-                sample.
+            decoded: returns, for a quantized module, the name that its weight has in an unquantized checkpoint, and the
+                decoded sample.
         Raises:
             ModelError: this version of transformers does not expose its rules.
         """
@@ -245,7 +247,7 @@ class HfLoader:
         return [name for name, other in tied.items() if other in reached or name in reached]
 
     def _adjusted(self, kind: str, names: set[str]) -> list[str]:
-        """Remove the names that transformers declares ignorable."""
+        """Return the sorted names without those that transformers declares ignorable."""
         info = types.SimpleNamespace(missing_keys=set[str](), unexpected_keys=set[str]())
         setattr(info, kind, names)
         self._model[0]._adjust_missing_and_unexpected_keys(info)
@@ -253,16 +255,16 @@ class HfLoader:
 
 
 def _is_packed_late(name: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Whether these are packed zero points, and `expected` is their shape before packing.
+    """Whether a tensor holds packed zero points, and `expected` is the shape of the zero points before packing.
 
-    With transformers 5.17, compressed-tensors packs them only while a model with weights loads; the model that has only
-    shapes still has one zero point per row.
+    With transformers 5.17, compressed-tensors packs zero points only while a model with weights loads. A model that has
+    only shapes still has one zero point per row.
     """
     return name.endswith(".weight_zero_point") and stored[1:] == expected[1:] and stored[0] < expected[0]
 
 
 def _first_of_each(sources: Mapping[str, Destination]) -> dict[str, Destination]:
-    """Select one tensor per pattern of a rule: of several experts the first in transformers' order."""
+    """Select one tensor per pattern of a rule: if several experts match, the first in transformers' order."""
     firsts: dict[str | None, str] = {}
     for name, destination in sources.items():
         firsts.setdefault(destination.pattern, name)
@@ -270,7 +272,7 @@ def _first_of_each(sources: Mapping[str, Destination]) -> dict[str, Destination]
 
 
 def _build(reader: CheckpointReader, section: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Build the model on the meta device, in its state before weights are loaded, and its quantizer."""
+    """Build the model on the meta device, as it is before weights are loaded; return the model and its quantizer."""
     from accelerate import init_empty_weights
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -307,7 +309,7 @@ _READ = re.compile(r"\bself((?:\.\w+|\[\d+\])+)\.weight\b")
 
 
 def tower_linears(model: Any, family: Family) -> dict[str, tuple[int, int]]:
-    """Return (N, K) of the linears outside the language model by full name; empty for a text-only model.
+    """Return the shape (N, K) of each linear outside the language model, keyed by name; empty for a text-only model.
 
     Linears whose weight other code accesses, e.g. to read its dtype, are left out, because codes would break that code.
 
@@ -323,13 +325,13 @@ def tower_linears(model: Any, family: Family) -> dict[str, tuple[int, int]]:
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        # Without subclasses: `MultiheadAttention` never calls its own one, but uses the weight.
+        # No subclasses of nn.Linear: `MultiheadAttention` reads its linear's weight and never calls the linear.
         if type(module) is nn.Linear and not f"{name}.".startswith(inside) and name not in read
     }
 
 
 def _paths_read(kind: type) -> tuple[str, ...]:
-    """Return the modules whose weight the code of a class accesses: relative names with a leading dot."""
+    """Return the modules whose weight the code of a class accesses, as relative names with a leading dot."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # made at run time
@@ -338,11 +340,11 @@ def _paths_read(kind: type) -> tuple[str, ...]:
 
 
 def with_tower_names(family: Family, reader: CheckpointReader) -> Family:
-    """Add to a family the names in files of all tensors of the model, including those outside its language model.
+    """Return the family with the names in files of all the model's tensors, including those outside the language model.
 
     Args:
         family: family of the model.
-        reader: reader of the files, by their own names.
+        reader: reader whose tensor names are those in the files.
     Raises:
         ModelError: this version of transformers does not expose its renaming rules.
     """

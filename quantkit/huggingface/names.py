@@ -1,7 +1,7 @@
 """Map the tensors of a checkpoint's files to the tensors of the transformers model.
 
 Files keep the names under which a model was published; transformers renames, joins and splits tensors while it loads
-them. This module applies transformers' own rules to every name and defines none.
+them. This module applies transformers' own rules to every name and defines no rules itself.
 Source: transformers 5.17 to 5.23, `conversion_mapping.py` and `core_model_loading.py`.
 """
 
@@ -25,13 +25,14 @@ _COMPANIONS = ("weight_packed", "weight_scale")
 
 @dataclass(kw_only=True, slots=True)
 class Destination:
-    """Destination of a stored tensor.
+    """Destination of a stored tensor in the model.
 
     Args:
-        target: name of the resulting tensor of the model, the first if there are several; not a name in the model if
-            the model does not use the tensor.
-        renamed: name of the stored tensor before joining or splitting; equal to `target` if neither happens.
-        pattern: pattern of the rule that joins or splits it.
+        target: name of the model's tensor that results, or the first if there are several. If the model does not use
+            the stored tensor, no tensor of the model has this name.
+        renamed: name that the stored tensor has after renaming, before it is joined or split; equal to `target` if it
+            is neither joined nor split.
+        pattern: pattern of the rule that joins or splits the stored tensor; None = no rule does.
     """
 
     target: str
@@ -55,9 +56,7 @@ class Renaming:
 
     @classmethod
     def of(cls, model: nn.Module, quantizer: Any = None) -> "Renaming | None":
-        """Return a model's rules, with those of a quantizer; None for transformers versions before 5, because they have
-        no rules.
-        """
+        """Return the rules of a model and of its quantizer; None for transformers before 5, which has no such rules."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import rename_source_key  # noqa: F401
@@ -67,7 +66,7 @@ class Renaming:
         return cls(model=model, rules=rules, shapes={n: tuple(v.shape) for n, v in model.state_dict().items()})
 
     def destinations(self, names: Iterable[str]) -> dict[str, Destination]:
-        """Return the destination of each stored tensor, keyed by its name."""
+        """Return the destination of each stored tensor, keyed by the tensor's name in the files."""
         from transformers.core_model_loading import WeightConverter, dot_natural_key
 
         # Rules may remember earlier names, so use copies once, on names in transformers' order.
@@ -95,12 +94,12 @@ class Renaming:
         return Destination(target=target, renamed=renamed, pattern=pattern)
 
     def convert(self, target: str, sources: Mapping[str, Destination], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Apply the rule with this target to stored tensors.
+        """Apply the rule that creates `target` to stored tensors.
 
         Args:
             target: name of the first resulting tensor.
-            sources: stored tensors by their names in the files, each with its destination, which has this target.
-            tensors: the stored tensors, keyed by name in files.
+            sources: destinations with this target, keyed by the stored tensor's name in the files.
+            tensors: the stored tensors, keyed by name in the files.
         Returns:
             Tensors, keyed by name in the model.
         Raises:
@@ -113,7 +112,10 @@ class Renaming:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def divides(self, sources: Mapping[str, Destination]) -> bool:
-        """Whether the rule for tensors with one target joins and splits, so that each result may need all sources."""
+        """Whether the rule for `sources`, which share one target, both joins and splits tensors.
+
+        Each resulting tensor may then need all sources.
+        """
         rule = self._rule(sources)
         return len(rule.target_patterns) > 1 and len(sources) > 1
 
@@ -122,7 +124,10 @@ class Renaming:
         return next(rule for rule in self.rules[::-1] if first.pattern in rule.source_patterns)
 
     def expert_names(self, target: str) -> list[str]:
-        """Return the names in files of one expert's weights that this tensor joins, in the order of its parts."""
+        """Return the names in files of one expert's linears, e.g. `w1` and `w3`, in the order that `target` joins them.
+
+        The list is empty if no rule joins experts to `target`.
+        """
         for rule in self.rules:
             sources, targets = rule.source_patterns, rule.target_patterns
             starred = all(re.search(r"\*\\?\.[^.]+\.weight$", source) for source in sources)
@@ -132,12 +137,12 @@ class Renaming:
 
 
 def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: str) -> StoredNames:
-    """Find the names of a model's tensors in its files.
+    """Find the names that a model's tensors have in the model's files.
 
     Args:
         renaming: renaming rules of the model.
-        reader: reader of its files.
-        backbone: module whose tensors may be joined or split; conversions of other modules are ignored.
+        reader: reader of the model's files.
+        backbone: prefix of tensor names; conversions to tensors outside this prefix are ignored.
     Raises:
         ModelError: transformers cannot apply its own rule.
     """
@@ -153,7 +158,7 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
     return StoredNames(
         tensors={own: name for own, name in tensors.items() if own != name},
         modules=_modules(renaming, tensors),
-        # Some rules transpose a tensor only if necessary; leave them out where the stored shape is right.
+        # Some rules transpose a tensor only if necessary; leave out conversions that change no shape.
         conversions=tuple(c for c in made if {n: reader.info(n).shape for n in c.sources} != c.targets),
     )
 
@@ -172,7 +177,7 @@ def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
 
 
 def _modules(renaming: Renaming, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Map names of modules in the model to names in files, for modules whose codes are renamed like the weight."""
+    """Map module names in the model to names in files, for modules whose codes are renamed in the way of the weight."""
     pairs = {own.removesuffix(".weight"): name.removesuffix(".weight") for own, name in tensors.items()
              if own != name and own.endswith(".weight") and name.endswith(".weight")}  # fmt: skip
     asked = renaming.destinations([f"{stored}.{leaf}" for stored in pairs.values() for leaf in _COMPANIONS])
@@ -184,7 +189,7 @@ def _modules(renaming: Renaming, tensors: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_prefix(renaming: Renaming, renamed: str, own: str) -> bool:
-    """Whether a tensor that the unquantized model lacks is renamed to `own`, apart from the backbone's prefix."""
+    """Whether `renamed` equals `own` apart from the backbone's prefix."""
     prefix = f"{renaming.model.base_model_prefix}."
     return renamed in (own, own.removeprefix(prefix)) or renamed.removeprefix(prefix) == own
 

@@ -87,7 +87,7 @@ class Skeleton:
         return int(self._embedding().get_parameter("weight").shape[1])
 
     def layer_config(self, index: int) -> Any:
-        """Return the transformers config of one layer; in some models widths differ by layer."""
+        """Return the transformers config of one layer; in some models, widths differ between layers."""
         config = self._config
         return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
 
@@ -111,13 +111,13 @@ class Skeleton:
         return [name for group in self.linear_sets(index) for name in group.linears]
 
     def other_linears(self) -> list[str]:
-        """Return the full names of all linears that are in no set: the head, gates, a vision tower."""
+        """Return the full names of all linears that are in no set, e.g. of the head and a vision tower."""
         sets = {f"{self.layer_name(i)}.{name}" for i in range(self.num_layers) for name in self._linear_names(i)}
         linears = [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
         return [name for name in linears if name not in sets]
 
     def tower_linears(self) -> dict[str, tuple[int, int]]:
-        """Return (N, K) of the linears outside the language model by full name; see `load_rules`."""
+        """Return the shape (N, K) of each linear outside the language model, keyed by full name; see `load_rules`."""
         return tower_linears(self._model, self.family)
 
     def has_parameter(self, name: str) -> bool:
@@ -133,7 +133,7 @@ class Skeleton:
         return copy.deepcopy(self._layers[index]).eval()
 
     def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
-        """Return (N, K) of each quantizable linear of a layer by relative name, without reading a weight.
+        """Return the shape (N, K) of each quantizable linear of a layer, keyed by relative name; read no weights.
 
         Raises:
             ModelError: the layer lacks a linear that the family names.
@@ -149,7 +149,7 @@ class Skeleton:
         return shapes
 
     def _weight(self, index: int, name: str) -> nn.Parameter | None:
-        """Return the weight of a module of a layer, on the meta device; None if it has none."""
+        """Return the weight of a module in a layer, on the meta device; None if there is no such weight."""
         try:
             return self._layers[index].get_parameter(f"{name}.weight")
         except AttributeError:
@@ -178,7 +178,7 @@ class Skeleton:
         return name in self._tied or name in self._tied.values()
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """Return the parameters and persistent buffers of a layer by relative name, on the meta device."""
+        """Return the parameters and persistent buffers of a layer, on the meta device, keyed by relative name."""
         state: dict[str, Tensor] = self._layers[index].state_dict(keep_vars=True)
         return state
 
@@ -249,7 +249,7 @@ class Skeleton:
         return self._usual_arguments(index, batch)
 
     def _usual_arguments(self, index: int, batch: Batch) -> dict[str, Any]:
-        """Return the arguments of a layer that the shape (B, T) of its input determines."""
+        """Return the arguments of a layer that depend only on the shape (B, T) of the layer's input."""
         key = (batch.shape[0], batch.shape[1])
         if key not in self._arguments:
             if len(self._arguments) >= _MOST_SHAPES:
@@ -286,13 +286,18 @@ class Skeleton:
         Args:
             index: number of a layer that is not the last.
             call: call of this layer.
-            compute: computation of the layer; the model's own code passes its other outputs on to the next layer.
+            compute: function that computes the layer. The model's own code passes the layer's outputs on.
         """
         layer = self._compute(call, compute)
         return self._call(index + 1, call, self._record_call(call, {index: layer})[-1])
 
     def call_after(self, computes: Sequence[Compute], token_ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Run the first layers together, as the model does; return hidden states and arguments of the next layer."""
+        """Run the first layers in one forward pass; return the hidden states and arguments of the layer after them.
+
+        Args:
+            computes: functions that compute these layers, in order.
+            token_ids: (B, T) int64.
+        """
         layers = {index: self._compute(None, compute) for index, compute in enumerate(computes)}
         recorder = self._record_ids(token_ids, layers)[-1]
         assert recorder.hidden is not None
@@ -328,7 +333,8 @@ class Skeleton:
         absent = () if before.inputs is None else tuple(tensors_missing(recorder.arguments, usual))
         if inside := [path for path in absent if "/" in path]:
             raise ModelError(
-                f"{self.layer_name(index)} does not receive {inside[0]} for texts with images, which is not supported"
+                f"{self.layer_name(index)} receives {inside[0]} for plain texts but not for texts with images; "
+                "quantkit does not support this"
             )
         return replace(before, hidden=recorder.hidden, beside=beside, absent=absent)
 
@@ -346,7 +352,7 @@ class Skeleton:
         return pass_through(self._model, self.family.backbone, self.family.layers, computed, **call.inputs)
 
     def _record_ids(self, token_ids: Tensor, computed: Mapping[int, Compute] | None = None) -> list[Recorder]:
-        """Record the calls of the layers for token ids (B, T), with only their rows of the embedding tables."""
+        """Record the calls of the layers for token ids (B, T); load only the embedding rows of these tokens."""
         names = self.family
         backbone = self._model.get_submodule(names.backbone)
         tables = {
@@ -369,7 +375,7 @@ class Skeleton:
                 module.weight = weight
 
     def _with_rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Load the embedding rows of the requested tokens into a table, and replace token ids by row numbers."""
+        """Load the embedding rows of the requested tokens into a table, and replace token ids by row indices."""
         used, rows = torch.unique(args[0], return_inverse=True)
         module.__dict__["padding_idx"] = None  # an index of the full table, not of these rows
         set_parameter(module, "weight", self.reader.gather_rows(name, used.flatten()).to(self.dtype))

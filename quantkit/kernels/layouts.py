@@ -62,10 +62,10 @@ class PagedArray:
     """The keys or the values in all pages of a layer. Shapes: N pages, H heads, S tokens per page, D channels.
 
     Args:
-        scheme: how they are quantized, if at all.
-        codes: (N, H, S, D) in the model's dtype, or uint8 codes; D/2 bytes for INT4.
-        scale, zero: (N, H, S) fp16 per token, (N, H, D) per channel; None if the scheme has none.
-        fixed: (H,) float32, scales of granularity "tensor" and "head"; None = all are 1.
+        scheme: scheme of the keys or the values.
+        codes: (N, H, S, D): unquantized in the model's dtype, or uint8 codes; for INT4, (N, H, S, D/2) bytes.
+        scale, zero: fp16, (N, H, S) per token or (N, H, D) per channel; None if the scheme has none.
+        fixed: (H,) float32, scales of granularity "tensor" and "head"; None = all scales are 1.
     """
 
     scheme: CacheScheme
@@ -93,8 +93,8 @@ class KVViews:
         layout: layout of the pool.
         pool: (N, page_bytes) uint8, memory of the arrays.
         key, value: keys and values in the pool; in latent attention both are the keys.
-        key_residual: (rows, H, residual_tokens, D) in the model's dtype, the newest keys of each sequence, token at
-            position p in slot p % residual_tokens; None unless keys are quantized per channel.
+        key_residual: (rows, H, residual_tokens, D) in the model's dtype, the newest keys of each sequence; the token at
+            position p is in slot p % residual_tokens. None unless keys are quantized per channel.
     """
 
     layout: "KVLayout"
@@ -111,15 +111,15 @@ class KVLayout:
     Args:
         num_heads: key/value heads, H.
         head_dim: channels of a key and of a value, D.
-        rope_dim: for latent attention: number of first channels that belong only to the key; the others are also the
-            value. 0 = ordinary attention.
+        rope_dim: for latent attention: the first `rope_dim` channels belong only to the key; the other channels are
+            also the value. 0 = ordinary attention.
         sinks: whether attention has sinks, which only the torch kernel supports.
         page_size: tokens per page, S.
         dtype: dtype of unquantized keys and values, of the residual window, and of the computation.
         is_windowed: whether the layer sees only the newest tokens.
         cache: number types (by default `dtype` for both), and the fixed scales of granularity "tensor" and "head".
     Raises:
-        SchemeError: no kernel reads the scheme, or INT4 has an odd number of channels.
+        SchemeError: no kernel supports the scheme, or INT4 keys or values have an odd number of channels.
     """
 
     num_heads: int
@@ -162,7 +162,7 @@ class KVLayout:
 
     @property
     def residual_tokens(self) -> int:
-        """Slots of a sequence's residual window: an open page, plus the tokens that a step may take back."""
+        """Slots of a sequence's residual window: an open page, plus the tokens that may be taken back after a step."""
         return residual_tokens(self._sides[0], self.page_size)
 
     @property
@@ -240,7 +240,7 @@ class StateLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that a page takes in this layer."""
+        """Bytes that a page takes in this layer: none."""
         return 0
 
     @property
@@ -251,17 +251,17 @@ class StateLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryLayout:
-    """Layout of entries that each represent several tokens: pages of entries and of their indexer's keys.
+    """Layout of a DeepSeek-V4 cache, whose entries each represent several tokens: pages of entries and of indexer keys.
 
     Each running sequence also has a row with a window of single tokens and the inputs of its next entries.
 
     Args:
-        shape: shape of the layer's cache; its `has_rows` is true.
+        shape: shape of the layer's cache; `has_rows` must be true.
         page_size: tokens per page.
         dtype: dtype of unquantized values.
         scheme: number types; entries and single tokens both use the type of the keys.
     Raises:
-        SchemeError: INT4 with an odd number of channels.
+        SchemeError: INT4 entries or indexer keys have an odd number of channels.
     """
 
     shape: AttentionShape
@@ -272,7 +272,7 @@ class EntryLayout:
     def __post_init__(self) -> None:
         if not self.shape.offers(self.form):
             widths = f"{self.shape.key_dim - self.shape.rope_dim} and {self.shape.index_dim}"
-            raise SchemeError(f"int4 entries and their keys need even numbers of channels, not {widths}; use int8")
+            raise SchemeError(f"int4 entries and indexer keys need even numbers of channels, not {widths}; use int8")
 
     @property
     def form(self) -> KVForm:
@@ -294,7 +294,7 @@ Layout = KVLayout | StateLayout | EntryLayout
 
 
 def kv_scheme(name: str) -> KVScheme:
-    """Return the scheme of a short name.
+    """Return the scheme for the short name of a KV cache type.
 
     Args:
         name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4.
@@ -309,7 +309,7 @@ def kv_scheme(name: str) -> KVScheme:
 
 
 def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
-    """Return the dtype of unquantized values under `kv_scheme(name)`: the model's, unless the name is a float dtype."""
+    """Return the dtype of unquantized keys and values for a KV cache type: bf16, fp16, fp32, else `default`."""
     return _DTYPES.get(name) or default
 
 
@@ -324,7 +324,7 @@ def residual_bytes(layouts: Sequence[Layout], max_sequences: int) -> int:
 
 
 def pages_for_budget(layouts: Sequence[Layout], max_sequences: int, budget_bytes: int) -> int:
-    """Return how many pages fit into the budget next to the residual windows; 0 if not even these fit."""
+    """Return how many pages fit into the budget beside the residual windows; 0 if the windows alone do not fit."""
     left = budget_bytes - residual_bytes(layouts, max_sequences)
     # If all layers are recurrent, pages take no bytes and only count tokens.
     return max(0, left // max(1, page_bytes(layouts)))

@@ -1,4 +1,4 @@
-"""Linears that use torch's low-bit kernels on CPU and CUDA, and the shapes that cuBLAS multiplies in 8 bits.
+"""Linears that use torch's low-bit kernels on CPU and CUDA, and checks of the shapes that cuBLAS multiplies in 8 bits.
 
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
 """
@@ -71,15 +71,16 @@ def scaled_mm(codes: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, b
     )
 
 
-# Group sizes that torch's INT4 kernels have.
+# Group sizes that torch's INT4 kernels support.
 _INT4_GROUPS = (32, 64, 128, 256)
 
 
 def linear_of(source: LinearSource) -> Linear | None:
-    """Build the layer on a torch kernel; None if torch has none for it.
+    """Build the layer on a torch kernel; None if torch has no kernel for it.
 
     Args:
-        source: settings of the layer; the groups of its weight are in input order, activations have a scale per token.
+        source: settings of the layer. The groups of its weight must be in input order, and quantized activations must
+            have one scale per token.
     """
     if source.activation is None:
         return _Int4Linear(source) if _can_int4(source) else None
@@ -140,10 +141,9 @@ def _can_int8(source: LinearSource, activation: ActivationScheme) -> bool:
 
 
 class _QuantizedInputsLinear(Linear):
-    """A linear whose weight has one scale per output and whose inputs one per token, both INT8 or FP8.
+    """A linear with one scale per output of its weight and one scale per input token; both are INT8, or both are FP8.
 
-    INT8 is multiplied by cuBLAS on CUDA, and on the CPU by oneDNN, or in float32 if oneDNN is not exact. FP8 is
-    multiplied by cuBLAS.
+    On CUDA, cuBLAS multiplies. On the CPU, oneDNN multiplies INT8; if oneDNN is not exact, torch multiplies in float32.
     """
 
     def __init__(self, source: LinearSource, activation: ActivationScheme) -> None:
@@ -183,7 +183,7 @@ class _QuantizedInputsLinear(Linear):
 
 
 def _onednn_product(codes: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """Return (T, N) float32 from float32-typed INT8 codes (T, K), modified in place, and prepacked weight codes."""
+    """Return (T, N) float32, the product of INT8 codes (T, K) in float32, which it modifies, and a prepacked weight."""
     # oneDNN wants inputs unsigned, with a zero point.
     unsigned, zero = codes.add_(128).to(torch.uint8), torch.zeros_like(scale, dtype=torch.int32)
     out: Tensor = torch.ops.onednn.qlinear_pointwise(

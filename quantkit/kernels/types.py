@@ -1,10 +1,10 @@
 """Data exchanged between a model and its kernels: the batch of one step, linears, attention options.
 
 `kernels.torch_linear`, `kernels.cpu` and `kernels.gpu` implement these protocols; `kernels.ops` chooses among them.
-A batch is a list of (sequence, number of new tokens) as tensors. Decode is one new token, a prefill chunk is many, a
-speculative verification is k + 1: one shape serves all three.
-Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R that rotate; in a batch B sequences with T new
-tokens in total, P pages of the longest sequence, R rows whose logits are needed.
+A batch has a number of new tokens for each of its sequences: one in decode, many in a prefill chunk, and k + 1 to
+verify k drafts. One data structure serves all three.
+Shapes: T tokens, N outputs, K inputs, H heads, D channels of a head, R channels that rotate; in a batch, B sequences
+with T new tokens in total, P pages of the longest sequence, R rows whose logits are needed.
 """
 
 from abc import ABC, abstractmethod
@@ -151,7 +151,7 @@ def describe_linear(name: str, activation: ActivationScheme | None, kernel: str)
 class Linear(LinearFacts, ABC):
     """A linear whose weight is in the layout of one kernel; no autograd.
 
-    If `activation_quantization` is set, it also takes `QuantizedActivations` of this quantization.
+    If `activation_quantization` is set, the linear also accepts `QuantizedActivations` with this quantization.
     """
 
     @abstractmethod
@@ -170,10 +170,10 @@ class Linear(LinearFacts, ABC):
 
 
 class WrappedLinear(Linear):
-    """Base of linears that transform their inputs before the kernel.
+    """A linear that transforms its inputs before another linear multiplies them.
 
     Args:
-        linear: linear that multiplies.
+        linear: the linear that multiplies.
         change: transforms the inputs, (T, K) to (T, K).
         description: replaces the linear's description.
     """
@@ -214,7 +214,7 @@ class StackedExperts(Protocol):
 
     @property
     def linears(self) -> tuple[LinearFacts, ...]:
-        """The stacked linears: two, with all experts in each."""
+        """The linears in the stack, two per expert."""
 
     def __call__(
         self,
@@ -231,7 +231,7 @@ class StackedExperts(Protocol):
             scores: (T, E) router logits.
             shared: (T, K), added to the result; None = nothing is added.
             shared_score: (T, 1), whose sigmoid scales `shared`; None = no scaling.
-            choose: maps scores to weights (T, k) float32 and numbers (T, k) of the chosen experts, like
+            choose: maps scores to the weights (T, k) float32 and the indices (T, k) of the chosen experts, like
                 `reference.experts.route`.
         Returns:
             (T, K), dtype of x.

@@ -1,4 +1,7 @@
-"""Number of cores this process may keep busy. No torch, because OpenMP reads its settings when torch is imported."""
+"""Number of cores that this process may use.
+
+This module does not import torch, because OpenMP reads its settings when torch is imported.
+"""
 
 import os
 from collections.abc import Iterator
@@ -9,14 +12,14 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
-    """Return the cores that this process may use: the least of its affinity and its cgroup quotas, at least 1."""
+    """Return the number of cores that this process may use: the least of its affinity and cgroup quotas, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota()
     return allowed if quota is None else max(1, min(allowed, quota))
 
 
 def cgroup_quota(root: Path = _CGROUPS, own: Path = _OWN) -> int | None:
-    """Return the whole cores that cgroups (versions 1 and 2) allow this process, at least 1; None = no limit.
+    """Return the number of whole cores that cgroups (versions 1 and 2) allow this process, at least 1; None = no limit.
 
     Args:
         root: folder where cgroups are mounted.

@@ -49,7 +49,7 @@ def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def fast_cpu_dtype() -> torch.dtype:
-    """Return bfloat16 if this CPU has instructions for its products, otherwise float32; float16 products are slow."""
+    """Return bfloat16 if this CPU has instructions for bfloat16 products, otherwise float32; float16 would be slow."""
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
@@ -63,14 +63,14 @@ def processor_name() -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory still available to a process on a device, limited by the system and its cgroup."""
+    """Return the bytes that this process can still allocate on a device; on a CPU, a cgroup may limit them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = proc_bytes("meminfo", "MemAvailable")
     limits = [] if available is None else [available]
     group = Path("/sys/fs/cgroup")
     try:
-        # In a container, MemAvailable is that of the host; the process is killed earlier, at its group's limit.
+        # In a container, MemAvailable is that of the host, but the process is killed at the limit of its cgroup.
         limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
         if limit != "max":
             limits.append(max(0, int(limit) - used))

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Packages that transformers and compressed-tensors import if they are installed, for losses of object detectors and for
-# kernels of their own; both packages take 100 MB.
+# Packages that transformers and compressed-tensors import if they are installed: for losses of object detectors, and
+# for kernels. Together, both packages take 100 MB.
 _OPTIONAL = ("scipy", "triton")
 # Compiled matrix products that oneDNN caches: each takes half a megabyte, and GPTQ has products of hundreds of shapes.
 _PRODUCTS = "16"
@@ -41,7 +41,7 @@ def resident_bytes() -> int | None:
 
 
 def proc_bytes(file: str, key: str) -> int | None:
-    """Return the entry `key:   12 kB` of a file in /proc, in bytes; None if there is none."""
+    """Return the entry `key:   12 kB` of a file in /proc, in bytes; None if there is no such entry."""
     with contextlib.suppress(OSError):
         entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE)
         return int(entry[1]) * 1024 if entry else None
@@ -50,7 +50,7 @@ def proc_bytes(file: str, key: str) -> int | None:
 
 @contextlib.contextmanager
 def importing(library: str) -> Iterator[None]:
-    """Import a large library in this context without collecting garbage; later collections skip its objects.
+    """Turn off garbage collection while the block imports a large library; later collections skip its objects.
 
     Such an import creates a million permanent objects, and a collection that searches them takes over a second of CPU
     time. Only programs should call this, not libraries.

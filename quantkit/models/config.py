@@ -50,14 +50,14 @@ def check_repeats(config: Mapping[str, Any], where: str) -> None:
 
 
 class NotNative(ModelError):
-    """The model needs a computation that this runtime lacks, but transformers may have.
+    """The model needs a computation that quantkit's own layers lack; transformers may support the model.
 
     Args:
-        what: the config.json key and its value.
+        what: the unsupported computation, e.g. a config.json key and its value.
     """
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"config.json: {what} is not supported by the native backend; use backend='transformers'")
+        super().__init__(f"config.json: {what} is not supported by quantkit's own layers; use backend='transformers'")
 
 
 class ConfigReader:
@@ -117,7 +117,7 @@ class ConfigReader:
         return None if self.get(key) is None else self.count(key, at_least=0)
 
     def number(self, key: str | None, *, default: float | None = None) -> float:
-        """Return a finite number; key None stands for an entry that the family does not have.
+        """Return a finite number; if the key is None, return the default, because the family has no such entry.
 
         Raises:
             ModelError: the entry has no default and is missing, or is not a finite number.
@@ -139,7 +139,7 @@ class ConfigReader:
         return None if key is None or self.get(key) is None else self.number(key)
 
     def flag(self, key: str | bool | None, default: bool = False) -> bool:
-        """Whether an entry is true; `key` may also be a constant, which is returned, or None for the default."""
+        """Return whether an entry is true. If `key` is a bool, return it; if `key` is None, return the default."""
         if not isinstance(key, str):
             return default if key is None else key
         value = self.get(key)

@@ -1,7 +1,7 @@
-"""Description of one model from its config.json and family: layers, tensor names and shapes, and cache shapes.
+"""Describe a model from its config.json and family: layers, tensor names and shapes, and cache shapes.
 
-Torch-free, and reads no files. The runtime, planning and the GGUF export use it. The runtime's `ModelConfig` extends it
-with the computations of a layer (rotations, scales, activations).
+This module needs no torch and reads no files. The runtime, planning and the GGUF export use `ModelDescription`. The
+runtime's `ModelConfig` extends it with the computations of a layer (rotations, scales, activations).
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class ExpertsShape:
         normalize: whether the scores of the chosen experts are normalized to sum 1.
         shared_width: total intermediate size of the shared experts; None = no shared experts.
         scoring: function that converts router logits to scores.
-        num_groups, chosen_groups: number of expert groups, and of the best groups from which experts are chosen.
-        group_rule: a group's score is the score of its best expert, or the sum of its best two.
+        num_groups, chosen_groups: number of expert groups, and number of best groups from which experts are chosen.
+        group_rule: score of a group: that of its best expert ("best"), or the sum of its two best scores ("two").
         scale: factor on the scores of the chosen experts.
     """
 
@@ -55,9 +55,9 @@ class LatentShape:
     """Sizes of multi-head latent attention, optionally with the indexer of DeepSeek-V3.2.
 
     Args:
-        rank, query_rank: ranks of the low-rank projections of keys and values, and of queries; query_rank 0 = queries
-            are projected directly.
-        rope_dim, plain_dim: channels of a head's query and key with and without rotary embedding.
+        rank: rank of the low-rank projection of keys and values.
+        query_rank: rank of the low-rank projection of queries; 0 = queries are projected directly.
+        rope_dim, plain_dim: numbers of rotated and of unrotated channels of a head's query and key.
         value_dim: channels of a head's value.
         index_dim, index_heads, top_k: channels and heads of the indexer, and entries that it selects; index_dim 0 = no
             indexer.
@@ -84,13 +84,13 @@ class ModelDescription:
 
     Args:
         family: family of the model.
-        entries: entries of its config.json.
+        entries: entries of the model's config.json.
         vocab_size, hidden_size: sizes of the vocabulary and of the residual stream.
         num_heads, num_kv_heads, head_dim: query heads, key/value heads and channels per head.
         windows: per layer, the number of tokens that a token attends to, including itself; None = no window.
-        recurrent: per layer, whether it keeps a state instead of keys and values.
-        only_mlp: per layer, whether it is an MLP or experts without attention; see `Family.one_half`.
-        with_experts: per layer, whether it has experts instead of an MLP.
+        recurrent: per layer, whether the layer keeps a state instead of keys and values.
+        only_mlp: per layer, whether the layer is an MLP or experts without attention; see `Family.one_half`.
+        with_experts: per layer, whether the layer has experts instead of an MLP.
         qk_norm: whether queries and keys are normalized.
         parallel: whether attention and MLP read the same residual stream.
         experts: sizes and routing of experts; None = every layer has an MLP.
@@ -177,7 +177,7 @@ def describe(config: Mapping[str, Any], family: Family, where: str = "config.jso
 
 
 def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
-    """Read the fields of a `ModelDescription`; subclasses use it too."""
+    """Return the fields of a `ModelDescription`, to which subclasses add their own fields."""
     vocabulary, hidden, heads = (read.count(key) for key in ("vocab_size", "hidden_size", "num_attention_heads"))
     # If the rows of q, k and v are ordered by head, each query head has its own key and value.
     kv_heads = heads if family.parts.qkv_by_head else read.count("num_key_value_heads", default=heads)
@@ -186,12 +186,13 @@ def description_fields(read: ConfigReader, family: Family) -> dict[str, Any]:
         kv_heads = 1
     if latent is None and read.get("head_dim") is None and hidden % heads:
         raise ModelError(
-            f"{read.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and head_dim is "
-            "missing; correct them"
+            f"{read.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; correct them, or "
+            "add head_dim"
         )
     if heads % kv_heads:
         raise ModelError(
-            f"{read.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; correct it"
+            f"{read.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
+            "correct them"
         )
     windows, sparse = windows_by_layer(read, family), experts_by_layer(read, family)
     return {
@@ -241,8 +242,8 @@ def _groups(read: ConfigReader, data: Experts, count: int, chosen: int) -> dict[
     kept = read.count("topk_group", default=1) if groups > 1 else 1
     if count % groups or kept > groups or kept * (count // groups) < chosen:
         raise ModelError(
-            f"{read.where}: cannot choose {chosen} experts per token from topk_group {kept} of n_group {groups} with "
-            f"{count} experts in total; correct these entries"
+            f"{read.where}: cannot choose {chosen} experts per token from {kept} of {groups} groups with {count} "
+            "experts in total; correct num_experts_per_tok, topk_group or n_group"
         )
     return {"num_groups": groups, "chosen_groups": kept, "group_rule": data.groups or "two"}
 

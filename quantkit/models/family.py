@@ -1,6 +1,6 @@
 """A model family as data: names of its modules, sets of its linears, and the computations of a layer. Torch-free.
 
-One file in `families` holds everything that quantizing, planning, running and exporting need to know of a family. A
+One file in `families` holds everything that quantizing, planning, running and exporting need to know about a family. A
 family and a config.json give a `ModelDescription`. Names are those of transformers; a "key" is a key of config.json.
 """
 
@@ -22,14 +22,15 @@ class Parts:
     Args:
         input_norm: norm before attention.
         attention_norm: norm of attention's output, before it is added to the residual stream.
-        mlp_norm: norm before the MLP; None with a parallel residual: the MLP reads the same input as attention.
+        mlp_norm: norm before the MLP; None = the MLP reads the same input as attention (parallel residual).
         parallel_mlp_norm: whether `mlp_norm` exists also with a parallel residual.
         output_norm: norm of the MLP's output, before it is added to the residual stream.
         qkv: query, key and value projections, or one fused projection.
-        qkv_by_head: rows of the fused projection are q, k, v of head 0, then of head 1, ...; else all q, all k, all v.
+        qkv_by_head: whether the rows of the fused projection are q, k, v of head 0, then q, k, v of head 1, ...;
+            otherwise, they are all rows of q, then all of k, then all of v.
         qkv_blocks: number of blocks of the fused projection; rows of a block are queries, then as many values, then
             keys; 0 = no blocks.
-        gated_query: whether rows after each head's query compute a gate for the head's attention output.
+        gated_query: whether the rows that follow each head's query compute a gate for the head's attention output.
         output: output projection of attention.
         up: first linears of the MLP: gate and up, one fused linear (gate first), or one linear without a gate.
         gated: whether the MLP computes act(gate) * up.
@@ -56,8 +57,8 @@ class QueryKeyNorm:
     """A norm on queries and keys.
 
     Args:
-        over: "head": every head is normalized with one weight (D,); "heads": each head has its own weight;
-            "projection": all heads are normalized together.
+        over: "head": each head is normalized, with one weight (D,) for all heads; "heads": each head is normalized,
+            with its own weight; "projection": all heads are normalized together.
         switch: key that turns the norm on; None = always on.
         bias: whether layer norms of queries and keys have biases.
         after_rotation: whether the norm follows the rotary embedding instead of preceding it.
@@ -74,11 +75,11 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Which layers attend only to the last `sliding_window` tokens. `layer_types` overrides every rule except "all".
+    """Rule for which layers attend only to the last `sliding_window` tokens; `layer_types` overrides all but "all".
 
     Args:
         rule: layers with a window: "all"; "listed" = all unless `layer_types` exists; "pattern" = all but every n-th;
-            "upper" = from layer `max_window_layers` on; "even_lower" = every second layer below that; "none".
+            "upper" = from layer `max_window_layers` on; "even_lower" = every second layer before that layer; "none".
         switch: key that turns the rule on; None = on if `sliding_window` is set.
         pattern: default of n if config.json has no `sliding_window_pattern`.
         first: for "pattern", the first of each n layers has no window, instead of the last.
@@ -107,7 +108,7 @@ class Rope:
         layers: layers with rotary positions: "all"; "window": those with a window; "local": likewise, but all layers if
             the model has no windows; "listed": those with a 1 in `no_rope_layers` (default: all but every n-th, n =
             `no_rope_layer_interval`); "named": all if `position_embedding_type` is "rope".
-        by_layer: keys of the RoPE entries for layers without and with a window, if each kind has its own.
+        by_layer: keys of the RoPE entries for layers without and with a window, if each kind has its own entries.
         theta_key: key of the base in layers without a window, if both kinds of layers share their RoPE entries.
         attention_factor: default of YaRN's attention factor; None = derive it from `factor`.
     """
@@ -160,20 +161,20 @@ class Experts:
         router: linear that scores the experts.
         up, down: linears of an expert; `up` has the gate and the up projection, in this order, or up alone.
         gated: whether an expert, also the shared one, computes act(gate) * up.
-        stacked_up, stacked_down: the same linears of all experts, stacked as (E, 2I, H) and (E, H, I).
+        stacked_up, stacked_down: tensors that stack these linears of all experts, (E, 2I, H) and (E, H, I).
         transposed: whether the stacked tensors are (E, H, 2I) and (E, I, H) instead.
         interleaved: whether rows of gate and up alternate in `stacked_up`.
         width: key of an expert's intermediate size.
         normalize: whether the scores of the chosen experts are normalized to sum 1; a key or a constant.
         bias: whether experts and router have biases.
-        shared_up, shared_down, shared_gate: linears of the shared expert, and the linear that computes its weight.
+        shared_up, shared_down: linears of the shared expert. shared_gate: linear that computes the expert's weight.
         shared_width: key of the shared expert's intermediate size; None = `n_shared_experts` times an expert's size.
-        smooth_down: whether the last linear in `up` can absorb a smoothing scale of down's input.
+        smooth_down: whether the last linear in `up` can absorb a smoothing scale of the input of `down`.
         balance: per-expert bias that balances how often experts are chosen.
         balance_rows: size of an additional leading dimension of `balance` in files; 0 = none.
         scoring: function that converts router logits to scores.
-        groups: experts are chosen from the `topk_group` best of `n_group` groups; a group's score is the score of its
-            best expert, or the sum of its best two; None = no groups.
+        groups: experts are chosen from the `topk_group` best of `n_group` groups. A group's score is that of its best
+            expert ("best"), or the sum of its two best scores ("two"). None = no groups.
         scale: key of the factor on the scores of the chosen experts.
         exact: whether the router computes in float32.
     """
@@ -217,7 +218,7 @@ BALANCED_EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Which modules have biases: keys of config.json, or constants. Only for counting; files may lack some biases.
+    """Keys or constants that tell which modules have biases, for counting parameters; files may lack some biases.
 
     Args:
         qkv, output: whether the projections of attention have biases.
@@ -235,12 +236,12 @@ class Biases:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapper:
-    """Multimodal models whose language model belongs to a family, with encoders of images or other inputs.
+    """Multimodal models that consist of a family's language model and encoders of images or other inputs.
 
     Args:
         hf_names: `architectures` entries of config.json; its `text_config` describes the language model.
         backbone: name of the language model without its head.
-        beside: prefixes of the names of all other tensors.
+        beside: prefixes of the names of all tensors outside the language model.
     """
 
     hf_names: tuple[str, ...]
@@ -249,7 +250,7 @@ class Wrapper:
 
 
 def inside(backbone: str, **modules: str) -> dict[str, Any]:
-    """Return the fields of a `Family` whose names of backbone and modules differ from Llama's."""
+    """Return the fields of a `Family` that name its backbone and the given modules in the backbone."""
     return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
 
 
@@ -263,7 +264,7 @@ class Family:
     """A family of decoder-only models: names in transformers, and computations. The defaults are Llama's.
 
     Args:
-        hf_names: `architectures` entries of config.json that the family describes; empty = only planning uses it.
+        hf_names: `architectures` entries of config.json that the family describes; empty = only for planning.
         model_types: `model_type` entries that the family describes, in addition to the name of its file.
         keys: the family's own names for config.json entries, keyed by common name.
         backbone: name of the model without its head, relative to the causal LM.
@@ -271,12 +272,12 @@ class Family:
         embedding: name of the token embedding.
         final_norm: name of the norm after the last layer.
         head: name of the output projection, which may be tied to the embedding.
-        stored_head: name of the head in checkpoints, if it differs.
+        stored_head: name of the head in checkpoints, if it differs from `head`.
         linear_sets: sets of linears of a decoder layer, in execution order; None = derive them from `parts`.
         latent: whether the family has multi-head latent attention.
-        layer_sets: sets of each layer, if they were determined layer by layer; they override `linear_sets`.
+        layer_sets: sets of each layer, if discovery has found them layer by layer; they override `linear_sets`.
         stored_names: names of tensors in files, if a loader renames more than the prefix of the backbone.
-        published: function from the tensor names in files to `StoredNames`; None if they are transformers' names.
+        published: function from tensor names in files to `StoredNames`, or to None if files use transformers' names.
         stored_prefix: prefix of the backbone's tensors in files, if it differs from `backbone`.
         hands_on: whether layers exchange more than hidden states or read token ids, so that the model itself must run
             them.
@@ -284,8 +285,7 @@ class Family:
         norm: kind of all norms; "bare" norms have no weights.
         norm_offset: number added to the weights of all norms.
         qk_norm: norm on queries and keys.
-        parallel: whether attention and MLP read the same residual stream and both outputs are added; a key or a
-            constant.
+        parallel: whether attention and MLP read the same residual stream and both add to it; a key or a constant.
         one_half: whether each layer is either attention (or its replacement) or an MLP, with one norm.
         window, rope, multipliers, experts: see `Window`, `Rope`, `Multipliers` and `Experts`.
         biases: see `Biases`.
@@ -294,22 +294,22 @@ class Family:
         sinks: name in `vectors` of the attention-sink logit per head; None = no sinks.
         outside: like `vectors`, for parameters outside the layers, e.g. learned positions.
         multi_query: key that is true if all heads share one key/value head.
-        mlp_ratio: intermediate size of the MLP divided by the hidden size, if config.json lacks the former.
+        mlp_ratio: intermediate size of the MLP divided by the hidden size, if config.json lacks the intermediate size.
         activation: activation of the MLP, if the entry in config.json is wrong.
         defaults: values of keys that config.json may lack.
         transposed: relative names of linears that are stored as (K, N).
-        stored_modules: names of a layer's modules in checkpoints, if transformers names them differently.
-        stored_tensors: the same for a layer's other tensors, by their name in transformers.
+        stored_modules: names of a layer's modules in checkpoints, keyed by transformers' names, if these differ.
+        stored_tensors: names of a layer's other tensors in checkpoints, keyed by transformers' names, if these differ.
         compressed_experts: whether transformers can load quantized experts that are stored expert by expert.
         decode_at_load: whether transformers accesses the weights of this family's linears directly, so that a loader
             must decode them first.
-        unread: prefixes of tensor names that checkpoints have but no part of the model reads.
-        native: whether the native backend supports the family; else transformers runs it.
-        not_native: keys whose true value requires a computation that the native backend lacks.
+        unread: prefixes of the names of tensors that checkpoints have but no part of the model reads.
+        native: whether quantkit's own layers can run the family's models; otherwise transformers runs the models.
+        not_native: keys that, if true, require a computation that quantkit's own layers lack.
         gguf: names in GGUF files; None = the GGUF export does not support the family.
         block: function of config.json and a layer's number that returns the layer's attention and tensors, except norms
             and experts; None = the other fields describe them.
-        wrapper: multimodal models whose language model the native backend runs.
+        wrapper: multimodal models whose language model quantkit's own layers can run.
         only: predicate on config.json; False = the family does not describe this model although `hf_names` match.
         known: False if planning can only count the family's layers as if they were Llama's.
     """
@@ -365,7 +365,7 @@ class Family:
 
     @property
     def sets(self) -> tuple[LinearSet, ...]:
-        """All sets that layers of the family may have: `linear_sets`, or those derived from `parts`."""
+        """All sets that layers of the family may have: `linear_sets`, or else sets derived from `parts`."""
         if self.linear_sets is not None:
             return self.linear_sets
         absorbs = self.norm != "bare" and not self.norm_offset  # only such a norm's weight can absorb a scale
@@ -389,7 +389,7 @@ class Family:
             has: returns whether the layer has a linear or norm of this relative name.
             config: entries of config.json, for sets that apply only to some models; None = assume that all apply.
         Returns:
-            Sets without `{expert}` in any name; a set that is not optional is always included.
+            Sets without `{expert}` in any name. If several sets have the same linear, only the first is included.
         """
         settings = {**self.defaults, **(config or {})}
         sets: list[LinearSet] = []

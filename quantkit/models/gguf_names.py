@@ -15,14 +15,14 @@ EXPERTS = "_exps"
 
 
 def outer_names(family: Family) -> dict[str, str]:
-    """Return the GGUF name of each module outside the layers."""
+    """Return the GGUF name of each module outside the layers, keyed by the module's name."""
     # In families with GGUF names, only these modules and learned positions are outside the layers.
     names = {name.removesuffix(".weight"): "position_embd" for name in family.outside}
     return names | {family.embedding: "token_embd", family.final_norm: "output_norm", family.head: "output"}
 
 
 def layer_names(model: ModelDescription) -> dict[str, str]:
-    """Map the relative name of each module of a layer to its GGUF name without the layer's number.
+    """Map the relative name of each module of a layer to the module's GGUF name, without the layer's number.
 
     `{expert}` in a module's name stands for all experts, whose linears the GGUF tensor stacks.
     """
@@ -64,7 +64,7 @@ _LATENT = (
 
 
 def vector_names(model: ModelDescription) -> dict[str, str]:
-    """Map the relative names of a layer's tensors that belong to no module to their GGUF names."""
+    """Return the GGUF names of a layer's tensors that belong to no module, keyed by relative name."""
     family = model.family
     names = {} if family.sinks is None else {family.sinks: "attn_sinks.weight"}
     if family.experts is not None and family.experts.balance is not None:
@@ -73,21 +73,24 @@ def vector_names(model: ModelDescription) -> dict[str, str]:
 
 
 def interleaved_heads(model: ModelDescription) -> dict[str, int]:
-    """Return the number of heads of each linear whose rows GGUF files interleave, keyed by relative name."""
+    """Return the number of heads of each linear whose rows GGUF files interleave, keyed by the linear's name."""
     if model.family.gguf is None or not model.family.gguf.interleaved:
         return {}
     return dict(zip(model.family.parts.qkv[:2], (model.num_heads, model.num_kv_heads), strict=False))
 
 
 def norm_modules(model: ModelDescription) -> set[str]:
-    """Return the names of the norms whose weights in GGUF files include the family's offset, relative to the layer."""
+    """Return the names of all norms, whose weights include the family's offset in GGUF files.
+
+    Names are relative to the layer, except that of the final norm.
+    """
     family = model.family
     names = {family.final_norm, *filter(None, norm_names(model))}
     return names | ({family.qk_norm.query, family.qk_norm.key} if family.qk_norm is not None else set())
 
 
 def llama3_divisors(rope: RopeConfig) -> list[float]:
-    """Return the divisors of the rotary frequencies (R/2) for Llama 3.1 and later, which GGUF files store."""
+    """Return the R/2 divisors of the rotary frequencies that GGUF files of Llama 3.1 and later store."""
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     divisors = []
     for pair in range(0, rope.width, 2):

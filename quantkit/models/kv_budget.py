@@ -5,8 +5,8 @@ After n tokens, whole pages of S tokens are evicted until the next token fits in
     evicted(n) = S * ceil(max(0, n + 1 - B) / S)        kept(n) = n - evicted(n) <= B - 1
 
 Pages are evicted only at the end of a prompt chunk (multiples of `chunk`, and the prompt's end) and after every
-generated token. These points depend on positions alone, so a sequence loses the same number of tokens alone, in a batch
-and when it is recomputed. A chunk attends to itself and to all tokens kept before it.
+generated token. These points depend only on positions, so a sequence loses the same number of tokens whether it is
+computed alone, in a batch or a second time. A chunk attends to itself and to all tokens kept before it.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from itertools import count
 from quantkit.errors import RequestError
 
 SINK_TOKENS = 4
-"""First tokens of every sequence, which attention needs whatever their content (Xiao et al. 2023, StreamingLLM)."""
+"""Number of first tokens that are never evicted, because attention needs them (Xiao et al. 2023, StreamingLLM)."""
 
 SMALLEST_PAGE = 16
 """Minimum tokens per page that GPU kernels support."""
 
 RECENT_TOKENS = 32
-"""Newest tokens that no policy may evict: this many, or a twelfth of the budget if that is less."""
+"""Number of newest tokens that no policy may evict; a twelfth of the budget if that is less."""
 
 
 def kept_tokens(budget: int | float | None, length: int) -> int:
@@ -37,12 +37,12 @@ def kept_tokens(budget: int | float | None, length: int) -> int:
 
 
 def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
-    """Halve the page size until a budget is large enough for it, down to 16 tokens per page.
+    """Return the page size, halved until the budget is large enough for it, but not below 16 tokens per page.
 
     Args:
         tokens: the budget.
         page_size: preferred tokens per page; a size below 16 is not changed.
-        window: largest sliding window of any layer; 0 = no layer has one.
+        window: largest sliding window of any layer; 0 = no layer has a window.
     """
     while tokens < _least_tokens(page_size, window) and page_size // 2 >= SMALLEST_PAGE:
         page_size //= 2
@@ -50,7 +50,7 @@ def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
 
 
 def _least_tokens(page_size: int, window: int) -> int:
-    """Return the smallest valid budget: the sinks, the newest tokens, an open page, and the rounding to pages."""
+    """Return the smallest valid budget: room for the sinks, the newest tokens, an open page, and rounding to pages."""
     beside = (_first_candidate(page_size) + 2) * page_size
     return next(tokens for tokens in count(beside) if tokens >= _recent_tokens(tokens, window) + beside)
 
@@ -70,8 +70,8 @@ class KVBudget:
     Args:
         tokens: tokens of the budget, B.
         page_size: tokens per page, S.
-        chunk: tokens of a prompt chunk; pages are evicted at multiples of it.
-        window: largest sliding window of any layer, whose tokens are never evicted; 0 = no layer has one.
+        chunk: tokens of a prompt chunk; pages are evicted at multiples of this number.
+        window: largest sliding window of any layer, whose tokens are never evicted; 0 = no layer has a window.
     Raises:
         RequestError: the budget is too small for the tokens that are never evicted.
     """
@@ -115,7 +115,7 @@ class KVBudget:
 
         Args:
             computed: number of tokens computed so far.
-            kept: number of these that are in the cache.
+            kept: number of computed tokens that are in the cache.
             prompt: number of prompt tokens.
             chunk: tokens per prompt chunk of this sequence.
         """

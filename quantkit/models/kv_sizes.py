@@ -1,4 +1,4 @@
-"""Layout of the KV cache in bytes: forms of keys and values, and the size of a token and a page in each. Torch-free.
+"""Byte layout of the KV cache: how keys and values are stored, and how large a token and a page are. Torch-free.
 
 The runtime allocates these arrays with the torch dtypes of `kernels.layouts`; planning sums their sizes.
 
@@ -34,7 +34,7 @@ MAX_ROLLBACK = 16
 
 SCALE_BYTES = 2
 KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
-"""Names of the cache's number types on the command line; the first four are not quantized by the runtime."""
+"""Names of the cache's number types on the command line; the runtime does not quantize the first four."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,10 @@ def padded_bytes(arrays: dict[str, PageArray]) -> int:
 
 
 def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
-    """Return the tokens that a residual window holds: a page, quantized only when full, and `MAX_ROLLBACK` tokens."""
+    """Return the number of tokens in the residual window of keys that are quantized per channel; 0 for other keys.
+
+    The window holds one page, which is quantized only when it is full, and `MAX_ROLLBACK` tokens.
+    """
     return page_size + MAX_ROLLBACK if key.granularity == "channel" else 0
 
 
@@ -154,7 +157,7 @@ class KVForm:
     Args:
         name: value of --kv-cache.
         key, value: storage of keys and of values.
-        layers: number and form of each layer whose form differs.
+        layers: (layer number, form) of each layer whose form differs.
     """
 
     name: str

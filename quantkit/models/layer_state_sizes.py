@@ -10,13 +10,14 @@ For a context of L tokens, each kind of layer keeps this many cache entries, eac
                              reads the best `top_k` (DeepSeek V4)
     hca      w + L / r       as csa, but with a large r and no indexer: a query reads all entries
 
-For V4, pages hold the compressed entries. The window and the inputs of the next entries are in one row per sequence.
+For DeepSeek V4, pages hold the compressed entries. The window and the inputs of the next entries are in one row per
+sequence.
 A recurrent layer (state-space, linear attention) keeps a state of fixed size, independent of the length: `StateShape`,
 with G heads of queries and keys of N channels, and H heads of values of P channels. `models.recurrent` defines the
 computation.
 
-Sources: for csa and hca the formulas of DeepSeek-V4's technical report (9.62 GiB at 1,048,576 tokens for 30
-and 31 layers); the 8-bit layouts of mla, dsa and csa are those of FlashMLA and vLLM (656, 132 and 584 bytes).
+Sources: DeepSeek-V4's technical report for the formulas of csa and hca (9.62 GiB at 1,048,576 tokens for 30 and 31
+layers); FlashMLA and vLLM for the 8-bit layouts of mla, dsa and csa (656, 132 and 584 bytes).
 """
 
 import math
@@ -32,7 +33,7 @@ INDEX_BLOCK, INDEX_EXPONENTS = 32, 4
 
 
 def exponent_bytes(width: int, block: int, multiple: int) -> int:
-    """Count the bytes of the exponents of `width` channels, one per block, rounded up to a multiple of `multiple`."""
+    """Count the exponent bytes of `width` channels: one for each block, rounded up to a multiple of `multiple`."""
     return math.ceil(math.ceil(width / block) / multiple) * multiple
 
 
@@ -97,8 +98,9 @@ class AttentionShape:
 
     @property
     def past_width(self) -> int:
-        """Count the numbers kept for each of the `past_tokens`: a value and a gate per channel of the entry and of the
-        indexer's key.
+        """How many numbers are kept for each of the `past_tokens`.
+
+        In each series of entries, these are a value and a gate per channel of the entry and of the indexer's key.
         """
         return 2 * self.series * (self.key_dim + self.index_dim)
 
@@ -120,7 +122,7 @@ class AttentionShape:
     def offers(self, form: KVForm) -> bool:
         """Whether engines can store this kind of layer in that form.
 
-        They store latent attention in 16 or 32 bits or in fp8; without an indexer, the bundled runtime also supports
+        Engines store latent attention in 16 or 32 bits or in fp8; without an indexer, the bundled runtime also supports
         int8. Two 4-bit codes share a byte, so 4 bits need an even number of channels.
         """
         if form.bits >= 16:
@@ -141,7 +143,7 @@ class AttentionShape:
         return math.ceil(plain * form.bits / 8) + 2 * self.rope_dim + exponents
 
     def page_bytes(self, form: KVForm, page_size: int = DEFAULT_PAGE_SIZE) -> int:
-        """Count the bytes of one page of this layer in the bundled runtime; only for kinds that it stores in pages."""
+        """Count the bytes of one page of this layer in the bundled runtime. The layer must be of a paged kind."""
         if self.has_rows:
             return sum(self.page_parts(form, page_size))
         dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
@@ -222,7 +224,7 @@ class AttentionShape:
 
     @property
     def _mixed(self) -> int:
-        """Channels of the weighted sum of values; for mla the latent vector without its rotary part."""
+        """Channels of the weighted sum of values; for mla and dsa, of the latent vector without its rotary part."""
         latent = self.kind in ("mla", "dsa")
         return self.value_dim or self.key_dim - (self.rope_dim if latent else 0)
 
@@ -254,8 +256,8 @@ class StateShape:
     """Shape of the fixed-size state that one recurrent layer keeps per sequence.
 
     Args:
-        key_heads, key_dim: heads of queries and keys and their channels, G and N.
-        value_heads, value_dim: heads of values and their channels, H and P.
+        key_heads, key_dim: number of query and key heads, and channels of such a head (G and N).
+        value_heads, value_dim: number of value heads, and channels of such a head (H and P).
         conv_width: width of the convolution, W.
     """
 
@@ -265,7 +267,7 @@ class StateShape:
     value_dim: int
     conv_width: int
     has_rows: ClassVar[bool] = False
-    """The layer keeps no tokens."""
+    """The layer keeps no rows of recent tokens."""
     window: ClassVar[None] = None
     """The layer has no sliding window."""
 
@@ -330,7 +332,7 @@ class StateShape:
         return 2 * 3 * self.values * self.key_dim
 
     def prefill_flops(self, tokens: int) -> float:
-        """Count the operations of this many tokens, as `decode_flops` does."""
+        """Count the operations of a prefill of this many tokens, without the projections."""
         return tokens * self.decode_flops(1)
 
 

@@ -54,12 +54,15 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
 
 
 def outer_tensors(model: ModelDescription) -> Shapes:
-    """Return the shapes of tensors outside the layers except embedding and head, e.g. the final norm, by full name."""
+    """Return the shapes of the tensors outside the layers, e.g. of the final norm, keyed by full name.
+
+    Embedding and head are left out.
+    """
     return _norm(model, model.family.final_norm, model.hidden_size) | _own_shapes(model, model.family.outside)
 
 
 def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, ...]]) -> Shapes:
-    """Resolve shapes whose sizes are numbers, keys of config.json, or products of keys."""
+    """Convert all sizes in shapes to numbers: a size may be a number, a key of config.json, or a product of keys."""
 
     def number(size: int | str) -> int:
         return size if isinstance(size, int) else math.prod(map(model.entries.count, size.split("*")))

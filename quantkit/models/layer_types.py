@@ -1,4 +1,7 @@
-"""Per-layer differences of a model: windows, experts and positions, from config.json or else the family's rule."""
+"""Find which layers of a model have windows, states, experts and rotary positions.
+
+Lists in config.json determine this; without a list, the family's rule applies.
+"""
 
 from typing import Any
 
@@ -19,13 +22,13 @@ _STATE_SPACE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "j
 
 
 def count_layers(read: ConfigReader) -> int:
-    """Return the number of decoder layers: the count in config.json, or else the length of its list of layers."""
+    """Return the number of decoder layers: the count in config.json, or else the length of the list of layer types."""
     types = _types(read)
     return read.count("num_hidden_layers", default=len(types) if isinstance(types, list) else None)
 
 
 def _types(read: ConfigReader) -> Any:
-    """Return the entry of config.json that lists a type per layer; None if there is none."""
+    """Return the entry of config.json that lists a type per layer; None if there is no such entry."""
     pattern = read.get("hybrid_override_pattern")
     if read.get("layer_types") is None and isinstance(pattern, str):
         return [_LETTERS.get(letter, letter) for letter in pattern]
@@ -33,9 +36,7 @@ def _types(read: ConfigReader) -> Any:
 
 
 def halves_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
-    """Return, for each layer, whether it consists of an MLP or experts alone, without attention; few families have such
-    layers.
-    """
+    """Return for each layer whether it is only an MLP or experts, without attention; see `Family.one_half`."""
     count = count_layers(read)
     if not family.one_half:
         return (False,) * count

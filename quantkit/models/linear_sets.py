@@ -25,19 +25,19 @@ class LinearSet:
     """Linears of one decoder layer that read the same tensor. Names are relative to the layer.
 
     Args:
-        linears: names in execution order; an engine that fuses them needs one scheme for all.
+        linears: names in execution order; an engine that fuses linears needs one scheme for all of them.
         source: norm or linear that produces the input and can absorb a smoothing scale; None = no module can.
-        parent: smallest module that contains the set and turns its input into the layer's next hidden state;
-            a scale search minimises its output error. "" = the layer.
+        parent: smallest module that contains the set and turns the set's input into the layer's next hidden state;
+            a scale search minimises the output error of this module. "" = the layer.
         grouped_heads: whether the source's outputs are key/value heads, each repeated for several query heads.
         beside: modules with a weight (N, K) that read the same tensor and are never quantized (routers, gates); when a
             scale is folded into the source, they are rescaled like the linears.
         optional: whether only some layers or models of the family have these linears and this source. If several sets
-            have the same linear, the first that the layer has applies.
+            have the same linear, the first of these sets that the layer has applies.
         when: values of config.json entries (or their defaults) for which this set applies.
 
-    `{expert}` in a name stands for the number of each expert of the layer. If the parent's name contains it, there is
-    one set per expert; otherwise one set holds all experts.
+    `{expert}` in a name stands for the number of each expert of the layer. If the parent's name contains `{expert}`,
+    there is one set per expert; otherwise one set holds all experts.
     """
 
     linears: tuple[str, ...]
@@ -120,8 +120,8 @@ class ExpertLocation:
     """Location of an expert's linear in its layer.
 
     Args:
-        owner: the module whose first argument is the experts' input: usually the one that routes tokens (e.g. `mlp`).
-            If the layer itself routes, it is the experts module.
+        owner: the module whose first argument is the experts' input: usually the module that routes tokens, e.g. `mlp`.
+            If the layer itself routes tokens, the owner is the experts module.
         container: the experts module, e.g. `mlp.experts`.
         number: number of the expert.
     """
@@ -132,7 +132,11 @@ class ExpertLocation:
 
 
 def find_expert(name: str) -> ExpertLocation | None:
-    """Return the expert of a linear from its relative name, e.g. `mlp.experts.3.up_proj`; None if it is in none."""
+    """Return the location of the expert that a linear belongs to; None if the linear belongs to no expert.
+
+    Args:
+        name: name of the linear relative to the layer, e.g. `mlp.experts.3.up_proj`.
+    """
     match = re.fullmatch(r"((?:(.+)\.)?experts)\.(\d+)\..+", name)
     if match is None:
         return None
@@ -148,7 +152,7 @@ def common_owner(names: Iterable[str]) -> str:
 def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
     """Split sets that span several experts into one set per expert, because each expert sees only its routed tokens.
 
-    The source cannot absorb a smoothing scale of these sets, because each expert would need a different one.
+    The source cannot absorb a smoothing scale of the split sets, because each expert would need a different scale.
     """
     split: list[LinearSet] = []
     for group in sets:
@@ -166,7 +170,10 @@ def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
 
 
 def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """Return the sets of attention; if `joint`, the MLP reads the same input, so its linears join the first set."""
+    """Return the sets of attention.
+
+    If `joint`, the MLP reads the same input, so the first linears of the MLP join the first set.
+    """
     together = len(parts.qkv) == 1
     first = LinearSet(
         linears=(*parts.qkv, *(parts.up if joint else ())),
@@ -179,7 +186,7 @@ def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[Line
 
 
 def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """Return the sets of the MLP; if `joint`, its first linears are in the set of attention."""
+    """Return the sets of the MLP, without the first linears if `joint`: these are in the first set of attention."""
     # A scale does not pass through the activation, but it passes through the product of gate and up: fold it into up.
     source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
     down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)

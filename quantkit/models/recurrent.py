@@ -27,16 +27,16 @@ class Recurrent:
 
     Args:
         kind: kind of the state update, see the module's docstring.
-        module: the module in place of attention; the other names are relative to it.
+        module: name of the module in place of attention; the other names are relative to this module.
         inputs: linears that compute queries, keys, values and gate.
-        gates: linears that compute scalars per head and are never quantized; empty if `inputs` compute them too.
+        gates: linears that compute scalars per head and are never quantized; empty if `inputs` compute the scalars too.
         by_head: whether the rows of `inputs` and `gates` are grouped by key head (all parts of head 0, then of head 1,
             ...); otherwise all rows of one part (queries, keys, values, gate) are contiguous.
-        types: values in `layer_types` that denote such a layer.
+        types: values in `layer_types` that denote a recurrent layer.
         interval: key of a number n, used if there is no `layer_types`: every n-th layer has attention, all others are
             recurrent. None = all layers are recurrent.
         key_heads, key_dim, value_heads, value_dim, conv_width: keys of G, N, H, P and W.
-        conv_bias, bias: whether the convolution, and the linears, have biases: keys or constants.
+        conv_bias, bias: whether the convolution has a bias, and whether the linears have biases; keys or constants.
         norm_groups: key of the norm's number of groups; None = one group per head, with weights shared by all heads.
         activation: key of the activation after the convolution.
         least_step: key of the lower bound of a step size; None = no bound.
@@ -68,7 +68,7 @@ class Recurrent:
         """Return the sets of the layer's linears that read the same tensor.
 
         Args:
-            norm: the layer's first norm; None if it cannot absorb a scale.
+            norm: the layer's first norm; None if this norm cannot absorb a smoothing scale.
         """
         inputs, beside = (tuple(map(self.name, parts)) for parts in (self.inputs, self.gates))
         output = self.name("out_proj")
@@ -80,7 +80,7 @@ class Recurrent:
         )
 
     def shape(self, read: ConfigReader) -> StateShape:
-        """Return the sizes of one layer.
+        """Return the shape of one layer's state.
 
         Raises:
             ModelError: the number of value heads is not a multiple of the number of key heads.

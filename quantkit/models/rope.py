@@ -30,11 +30,13 @@ class RopeConfig:
         factor: factor by which the context length is extended.
         original_length: context length of pretraining (yarn, llama3, longrope).
         attention_factor: factor on cosine and sine (yarn, longrope).
-        beta_fast, beta_slow, truncate: bounds of YaRN's ramp, in rotations over the original length.
+        beta_fast, beta_slow: bounds of YaRN's ramp, in rotations over the original length.
+        truncate: whether YaRN rounds these bounds to whole channels.
         low_frequency_factor, high_frequency_factor: bounds of Llama 3's ramp.
         sharpening: factor on the softmax scale of latent attention (yarn).
         growth: growth of queries with position, see `family.Rope`; 0 = none.
-        short_factors, long_factors: LongRoPE's factor per wavelength (R/2), up to the original length and beyond it.
+        short_factors, long_factors: LongRoPE's R/2 factors, one per wavelength: for sequences up to the original
+            length, and for longer ones.
     """
 
     kind: Kind = "default"
@@ -62,7 +64,7 @@ class RopeConfig:
 
 
 def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, local: bool) -> RopeConfig:
-    """Read the rotary embedding of layers with (`local`) or without a sliding window.
+    """Read the rotary embedding of the layers with a sliding window (`local`), or of the layers without one.
 
     Args:
         config: entries of config.json.
@@ -79,16 +81,18 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     partial = read.number(
         "partial_rotary_factor", default=config.number("partial_rotary_factor", default=family.partial)
     )
-    if theta <= 0 or not 0 <= partial <= 1:
-        raise ModelError(
-            f"config.json: rope_theta is {theta} and partial_rotary_factor is {partial}; rope_theta must be above 0, "
-            "and partial_rotary_factor must be from 0 to 1"
-        )
+    if theta <= 0:
+        raise ModelError(f"config.json: rope_theta is {theta}, but must be above 0; correct it")
+    if not 0 <= partial <= 1:
+        raise ModelError(f"config.json: partial_rotary_factor is {partial}, but must be from 0 to 1; correct it")
     width = int(head_dim * partial)
     if family.width is not None and read.get("partial_rotary_factor") is None:
         width = config.count(family.width, default=width)
     if width < 2 or width % 2 or width > head_dim:
-        raise ModelError(f"config.json: rotary width {width} must be even and from 2 to head_dim {head_dim}")
+        raise ModelError(
+            f"config.json: {width} channels of each head are rotated; the number must be even and from 2 to head_dim "
+            f"({head_dim})"
+        )
     kind = read.text("rope_type", default="default")
     kind = _OTHER_NAMES.get(kind, kind)
     if family.fixed_alpha and kind == "dynamic" and read.get("alpha") is not None:
@@ -112,7 +116,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
 
 
 def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, Any]:
-    """Return the dictionary of RoPE entries for these layers; empty if there is none."""
+    """Return the dictionary of RoPE entries for these layers; empty if config.json has no such entries."""
     settings = config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; correct them")
@@ -127,7 +131,7 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
 
 
 def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
-    """Return the base of the wavelengths to use if the RoPE entries have none."""
+    """Return the base of the wavelengths to use if the RoPE entries give no base."""
     if local and family.local_theta is not None:
         return config.number("rope_local_base_freq", default=family.local_theta)
     if not local and family.theta_key is not None:
@@ -136,7 +140,7 @@ def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
 
 
 def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, length: int) -> dict[str, Any]:
-    """Return the entries that belong to this kind of scaling."""
+    """Return the fields of `RopeConfig` that belong to this kind of scaling."""
     if kind in ("linear", "dynamic"):
         return {"factor": _factor(read)}
     if kind not in ("yarn", "llama3", "longrope"):

@@ -25,9 +25,10 @@ class StoredNames:
     """Names of one model's tensors in files.
 
     Args:
-        tensors: names in files of tensors whose names differ, keyed by name in the model.
-        modules: the same for modules; a module's name applies to all its tensors, such as codes and scales.
-        conversions: stored tensors that do not correspond one-to-one to tensors of the model.
+        tensors: a tensor's name in files, keyed by its name in the model, for tensors whose two names differ.
+        modules: a module's name in files, keyed by its name in the model; applies to all tensors of the module, such as
+            codes and scales.
+        conversions: conversions of stored tensors that do not correspond one-to-one to tensors of the model.
     """
 
     tensors: Mapping[str, str]
@@ -35,7 +36,7 @@ class StoredNames:
     conversions: tuple[TensorConversion, ...] = ()
 
     def of(self, name: str) -> str:
-        """Return the name of a tensor in files; for the prefix of a module, pass its name with a trailing dot."""
+        """Return the name of a tensor in files; for a module's prefix, pass the module's name with a trailing dot."""
         module, _, leaf = name.rpartition(".")
         stored = self.modules.get(module)
         return self.tensors.get(name) or (name if stored is None else f"{stored}.{leaf}")
@@ -70,16 +71,16 @@ GGUF_EXPERTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GGUFNames:
-    """Names of llama.cpp for a family; tensor names follow from the family's parts.
+    """llama.cpp's names for a family; tensor names follow from `Family.parts`, see `gguf_names`.
 
     Args:
-        name: `general.architecture`.
+        name: value of `general.architecture` in GGUF files.
         interleaved: whether rows of q and k are reordered, because llama.cpp rotates neighbouring channels as a pair.
-        numbers: maps each GGUF entry, without `<name>.`, to its config.json key; entries without a value are omitted.
+        numbers: maps each GGUF entry, without `<name>.`, to a config.json key; entries without a value are omitted.
         rotary: whether the model has rotary embeddings.
-        mlp_norm: name of the norm before the MLP.
+        mlp_norm: GGUF name of the norm before the MLP.
         fixed: entries of config.json that follow from the architecture, e.g. a `model_type` other than the family's.
-        is_written: whether quantkit writes such files; it reads them all.
+        is_written: whether quantkit can write GGUF files of this family; it can always read them.
     Source: llama.cpp `convert_hf_to_gguf.py` and gguf-py `constants.py`, `tensor_mapping.py`.
     """
 

@@ -13,12 +13,12 @@ from quantkit.models.linear_sets import EXPERT, at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """A linear of a decoder layer, or linears of equal shape in several experts.
+    """A linear of a decoder layer, or copies of a linear in several experts.
 
     Args:
         name: name relative to the layer; `{expert}` stands for the number of each copy.
         out_features, in_features: N and K.
-        copies: number of experts that have this linear; 1 if it is not an expert's.
+        copies: number of experts that have this linear; 1 if it belongs to no expert.
         active: number of copies that a token uses.
         quantizable: False for modules that are never quantized, such as routers.
         bias: whether each copy has a bias (N,), as far as is known.
@@ -49,7 +49,7 @@ class Matrix:
 
     @property
     def names(self) -> Iterator[str]:
-        """Yield the names of all copies."""
+        """Names of all copies."""
         return (at(self.name, number) for number in range(self.copies)) if EXPERT in self.name else iter((self.name,))
 
 
@@ -59,7 +59,7 @@ class LayerTensors:
 
     Args:
         matrices: the layer's linears, in execution order.
-        vectors: shapes of all other tensors (norms, sinks, balances), keyed by relative name; no biases of linears.
+        vectors: shapes of all other tensors (norms, sinks, balances) except biases of linears, keyed by relative name.
         attention: shape of the layer's cache or state.
     """
 

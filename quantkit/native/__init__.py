@@ -1,4 +1,4 @@
-"""C files, compiled for this machine's instructions at first use and loaded through ctypes; entirely optional.
+"""C files, compiled once per instruction set and loaded through ctypes; entirely optional.
 
     _LIBRARY = Library(Path(__file__).parent)                     # all *.c of the folder become one library
     if _LIBRARY.get():
@@ -6,9 +6,9 @@
         multiply(tensor.data_ptr(), len(tensor))
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; all code shares the
-thread pool of torch's OpenMP. Without a compiler, AVX2 or permission there is no library; `status` and one warning per
-process say why. For tests and comparisons, `QUANTKIT_NATIVE=0` disables all C code, `QUANTKIT_NATIVE=avx512` disables
-AMX, and `QUANTKIT_NATIVE=avx2` disables AMX and AVX-512.
+thread pool of torch's OpenMP. `build` says where libraries come from. Without AVX2 or without a compiled library, torch
+computes; `status` and one warning per process say why. For tests and comparisons, `QUANTKIT_NATIVE=0` disables all C
+code, `QUANTKIT_NATIVE=avx512` disables AMX, and `QUANTKIT_NATIVE=avx2` disables AMX and AVX-512.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.native.build import BuildError, build_library, load_library
+from quantkit.native.build import BuildError, compiler_of, find_library, load_library
 
 Function = Callable[..., Any]
 _LOG = logging.getLogger(__name__)
 
 
 class Library:
-    """A library compiled from a folder of C files.
+    """The library of a folder of C files.
 
     Args:
         sources: the folder. Its files export `int qk_has_avx512(void)` and `int qk_has_amx(void)`: whether the library
@@ -37,7 +37,7 @@ class Library:
         self._sources = sources
 
     def get(self) -> ctypes.CDLL | None:
-        """Return the library, compiled on the first call (a second or two, once per machine); None if unavailable."""
+        """Return the library, in a checkout compiled on the first call (some seconds); None if unavailable."""
         return None if _is_off() else self._loaded[0]
 
     def status(self) -> str:
@@ -66,9 +66,9 @@ class Library:
     @cached_property  # threads that ask at once may both compile, which does no harm: see `build`
     def _loaded(self) -> tuple[ctypes.CDLL | None, str]:
         try:
-            path, text = build_library(self._sources, widest=os.environ.get("QUANTKIT_NATIVE"))
+            path = find_library(self._sources, widest=os.environ.get("QUANTKIT_NATIVE"))
             loaded = load_library(path)
-            return loaded, f"{text}; uses {_instructions(loaded)}"
+            return loaded, f"compiled by {compiler_of(path)}; uses {_instructions(loaded)}"
         except (BuildError, OSError) as error:
             _warn_once(str(error))
             return None, f"off: {error}"
@@ -89,7 +89,7 @@ def _warn_once(reason: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine the first speaks
         return
     _LOG.warning(
-        "quantkit's C kernels are off: %s. torch computes instead: slower, and with different rounding, so greedy "
-        "text may differ; QUANTKIT_NATIVE=0 hides this line",
+        "quantkit's C kernels are off: %s. torch computes instead: int4 models run 2 to 5 times slower, and "
+        "rounding differs, so greedy text may too; QUANTKIT_NATIVE=0 hides this line",
         reason,
     )

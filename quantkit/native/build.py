@@ -1,68 +1,104 @@
-"""Compilation of C files into a loaded library, kept in a cache that only the user can write.
+"""C files of a folder as one library per instruction set: their compilation, and the choice for this CPU.
 
-The cache is a private folder. A library's file name is a hash of sources, flags, compiler and CPU, so a stale library
-is never loaded. A library is written under a temporary name and renamed, so processes can build it at the same time.
+`setup.py` compiles all libraries into a wheel, so an installed quantkit compiles nothing. In a checkout, the first use
+compiles the library that this CPU needs, beside its sources. A library's file name has a hash of its sources and flags,
+so a stale library is never loaded. A library is written under a temporary name and renamed, so processes can build it
+at the same time.
+
+This module uses only the standard library at import, because `setup.py` imports it before anything is installed.
 """
 
-import atexit
-import contextlib
 import ctypes
 import hashlib
 import os
 import re
 import shutil
-import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# CPU flags of what the C files are written for: as QK_AVX512 in quantkit.h, and what does without.
-_WITH_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
-_LEAST = ("avx2", "fma", "f16c")
-# By the widest instructions that stay; the C files use AMX only beside AVX-512. Not every compiler knows -mno-amx-tile.
-_WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-U__AMX_TILE__"}
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
+INSTRUCTION_SETS = {"amx": (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"), "avx512": _AVX512, "avx2": _AVX2}
+"""By name, the CPU flags (as Linux names them) that a library is compiled for, the widest first. They are all that the
+C files ask for, as QK_AVX512 in quantkit.h does.
+"""
+
 _UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
-_COMPILE = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden", *_UNREAD)
-_LINK = ("-shared", "-lm")
+_COMPILE = ("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fopenmp", *_UNREAD)
+_LINK = ("-shared", "-lm", "-s")
 _TIMEOUT_S = 120
 
 
 class BuildError(Exception):
-    """The library cannot be built; the message is the reason."""
+    """There is no library for this CPU; the message is the reason."""
 
 
-def build_library(sources: Path, *, widest: str | None = None) -> tuple[Path, str]:
-    """Return the library, compiled unless it is in the cache.
+def find_library(sources: Path, *, widest: str | None = None) -> Path:
+    """Return the library for this CPU; in a checkout, compile it if it is missing or stale.
 
     Args:
-        sources: folder of C files.
-        widest: widest instructions allowed, "avx2" or "avx512"; anything else = all that the CPU has.
-    Returns:
-        The library, and one line that says how it was built.
+        sources: folder of C files and libraries, two folders below the one that holds the package.
+        widest: widest instruction set allowed; anything but a name of INSTRUCTION_SETS = all that the CPU has.
     Raises:
-        BuildError: there is no suitable CPU or compiler, or the compiler failed.
+        BuildError: this CPU is unsuitable, the installation has no library for it, or it cannot be compiled.
     """
-    flags = cpu_flags()
-    missing = [flag for flag in _LEAST if flag not in flags]
-    if missing:
+    suitable = suitable_sets(widest)
+    in_checkout = (sources.parents[2] / "pyproject.toml").is_file()
+    for name in suitable:
+        library = library_file(sources, name)
+        if in_checkout and not library.is_file():
+            if not os.access(sources, os.W_OK):
+                raise BuildError(f"this user cannot write {library}; run quantkit once as the owner of that folder")
+            compiler = find_compiler()
+            if name == suitable[-1] or knows(compiler, name):
+                compile_folder(compiler, sources, name)
+        if library.is_file():
+            return library
+    raise BuildError("quantkit was installed without compiled kernels; install gcc, then install quantkit again")
+
+
+def suitable_sets(widest: str | None = None) -> list[str]:
+    """Return the names of this CPU's instruction sets, from `widest` on if that is one.
+
+    Raises:
+        BuildError: this CPU has none of them.
+    """
+    flags, names = cpu_flags(), list(INSTRUCTION_SETS)
+    allowed = names[names.index(widest) :] if widest in names else names
+    if missing := [flag for flag in _AVX2 if flag not in flags]:
         raise BuildError(f"this CPU has no {missing[0]}")
-    if not flags.issuperset(_WITH_AVX512):
-        widest = "avx2"
-    left_out = [_WITHOUT[widest]] if widest in _WITHOUT else []
-    compiler = find_compiler()
-    version = (_run([compiler, "--version"]).splitlines() or [""])[0]
-    files = sorted(sources.glob("*.[ch]"))
-    compile_flags = (*_COMPILE, *["-fopenmp"] * bool(find_openmp()), *left_out)
-    digest = hashlib.sha256("\0".join([version, *compile_flags, *sorted(flags)]).encode())
-    for source in files:
+    return [name for name in allowed if flags.issuperset(INSTRUCTION_SETS[name])]
+
+
+def library_file(sources: Path, name: str) -> Path:
+    """Return the path of a folder's library for an instruction set, whether or not it exists."""
+    digest = hashlib.sha256("\0".join([*compile_flags(name), *_LINK]).encode())
+    for source in sorted(sources.glob("*.[ch]")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    folder = cache_folder()
-    library = folder / f"quantkit-{digest.hexdigest()[:32]}.so"
-    if not library.is_file():
-        compile_library(compiler, compile_flags, [s for s in files if s.suffix == ".c"], library)
-    threads = "" if find_openmp() else ", one thread: torch has no OpenMP library to share"
-    return library, f"compiled by {version}{threads}"
+    return sources / f"{name}-{digest.hexdigest()[:16]}.so"
+
+
+def compile_flags(name: str) -> tuple[str, ...]:
+    """Return the compiler's flags for an instruction set, which are the same on every build machine."""
+    as_options = (flag.replace("avx512_", "avx512").replace("_", "-") for flag in INSTRUCTION_SETS[name])
+    return (*_COMPILE, *[f"-m{option}" for option in as_options])
+
+
+def knows(compiler: str, name: str) -> bool:
+    """Whether a compiler is new enough for an instruction set."""
+    try:
+        _run([compiler, *compile_flags(name), "-fsyntax-only", "-x", "c", os.devnull])
+    except BuildError:
+        return False
+    return True
+
+
+def compiler_of(library: Path) -> str:
+    """Return the name and version of the compiler that made a library, as it wrote them there."""
+    version = re.search(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+", library.read_bytes())
+    return version.group().decode().replace("GCC:", "GCC") if version else "an unknown compiler"
 
 
 def cpu_flags() -> frozenset[str]:
@@ -105,40 +141,24 @@ def load_library(path: Path) -> ctypes.CDLL:
     """Load the library; its OpenMP calls go to torch's copy, so that there is one thread pool.
 
     Raises:
+        BuildError: torch has no OpenMP library.
         OSError: the library cannot be loaded.
     """
     openmp = find_openmp()
-    if openmp:
-        # The library does not say whose OpenMP it wants, so it gets the one that all can see.
-        ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+    if openmp is None:
+        raise BuildError("this torch has no OpenMP library, which the C kernels share")
+    # The library does not say whose OpenMP it wants, so it gets the one that all can see.
+    ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(path))
 
 
-def cache_folder() -> Path:
-    """Return a folder that only this user can write: $XDG_CACHE_HOME/quantkit, or a temporary one."""
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = base / "quantkit" / "native"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_private(folder) and os.access(folder, os.W_OK):
-            return folder
-    fresh = Path(tempfile.mkdtemp(prefix="quantkit-"))
-    atexit.register(shutil.rmtree, fresh, ignore_errors=True)
-    return fresh
+def compile_folder(compiler: str, sources: Path, name: str) -> None:
+    """Compile the C files of a folder for an instruction set, into that folder.
 
-
-def is_private(folder: Path) -> bool:
-    """Whether only this user (and root) can put files into this folder or replace one of its parents."""
-    resolved = folder.resolve()
-    own = resolved.stat()
-    if own.st_uid != os.getuid() or own.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return False
-    for parent in resolved.parents:
-        info = parent.stat()
-        shared = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not info.st_mode & stat.S_ISVTX
-        if info.st_uid not in (0, os.getuid()) or shared:
-            return False
-    return True
+    Raises:
+        BuildError: the compiler failed; the message has its first line.
+    """
+    compile_library(compiler, compile_flags(name), sorted(sources.glob("*.c")), library_file(sources, name))
 
 
 def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:

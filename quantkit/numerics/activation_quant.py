@@ -22,7 +22,7 @@ def fake_quantize_inputs(values: Tensor, scheme: ActivationScheme, scale: Tensor
     Args:
         values: (..., K); not modified.
         scheme: number type and granularity.
-        scale: (1,) calibrated scale, or global scale for types with two levels of scales; only if
+        scale: (1,) calibrated scale, or global scale for types with two levels of scales; required only if
             `scheme.is_calibrated`.
     Returns:
         Same shape and dtype.
@@ -49,7 +49,7 @@ def _fake_quantize(values: Tensor, scheme: ActivationScheme, scale: Tensor | Non
 
 
 def _dynamic_scale(largest: Tensor, dtype: DType, outer: Tensor | None) -> Tensor:
-    """Compute scales from the largest magnitudes (..., 1); `outer`: global scale, for two levels of scales."""
+    """Compute scales from the largest magnitudes (..., 1); `outer` is the global scale of types with two levels."""
     if outer is None:
         return storable_scale(largest, dtype, torch.float32, None)
     return two_level_scale(largest / dtype.half_range, outer.float())

@@ -31,8 +31,8 @@ _ROUND_CHUNK = 1 << 19
 class Ranges(NamedTuple):
     """Scales and zero points (N, G) of a weight's groups: float32, but with values that the stored dtype holds exactly.
 
-    Zero points are whole numbers in the code range; None for symmetric schemes. For ggml's types they need not be
-    whole, and `block_scale` (N, B, 1 or 2) holds the float16 numbers of the blocks; see `QuantizedTensor`.
+    Zero points are whole numbers in the code range; None for symmetric schemes. For ggml's types, zero points need not
+    be whole, and `block_scale` (N, B, 1 or 2) holds the float16 numbers of the blocks; see `QuantizedTensor`.
     """
 
     scale: Tensor
@@ -40,7 +40,7 @@ class Ranges(NamedTuple):
     block_scale: Tensor | None = None
 
     def split(self, sizes: Sequence[int]) -> list["Ranges"]:
-        """Return the ranges of each of the stacked matrices, given their numbers of rows; inverse of `join_ranges`."""
+        """Return the ranges of each stacked matrix, given the number of rows of each; inverse of `join_ranges`."""
         parts = ([None] * len(sizes) if each is None else torch.split(each, list(sizes)) for each in self)
         return [Ranges(*own) for own in zip(*parts, strict=True)]
 
@@ -62,14 +62,14 @@ def join_ranges(parts: Sequence[Ranges]) -> Ranges:
 class WeightGrid:
     """Number type, granularity and scale dtype of a weight's codes: what is fixed before the ranges are chosen.
 
-    `Ranges` holds the scales and zero points of the groups; the two together define the values that a weight can have.
+    `Ranges` holds the scales and zero points of the groups. Grid and ranges define the values that a weight can have.
 
     Args:
         scheme: number type and granularity.
         scale_dtype: dtype in which loaders decode values. Scales are stored in it too, unless the number type fixes
             their storage.
-        tensor_largest: (1,) float32 `largest_magnitude` of all weights that share a tensor scale; None = the weight
-            shares it with no other. Used only by schemes with a tensor scale.
+        tensor_largest: (1,) float32 `largest_magnitude` of all weights that share a tensor scale; None = no other
+            weight shares the scale. Used only by schemes with a tensor scale.
     """
 
     scheme: WeightScheme
@@ -77,7 +77,7 @@ class WeightGrid:
     tensor_largest: Tensor | None = None
 
     def completed(self, weight: Tensor) -> "WeightGrid":
-        """Return the grid with `tensor_largest` of this weight, unless it is set or the scheme does not use it."""
+        """Return the grid with `tensor_largest` of this weight; unchanged if it is set already or not used."""
         if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
             return self
         return replace(self, tensor_largest=largest_magnitude(weight))
@@ -116,7 +116,7 @@ def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DT
 
 
 def _round_float(values: Tensor, dtype: DType) -> Tensor:
-    """Round values to a float type in place, ties to even; values must be in its range, and zeros lose their sign.
+    """Round values, which must be in range, to a float type in place. Ties go to even, and zeros lose their sign.
 
     Adding and subtracting a number so large that float32's last mantissa bit equals the type's spacing rounds as the
     type does. This is several times faster than a cast.
@@ -197,7 +197,7 @@ def _by_blocks(weight: Tensor, dtype: DType, choose: Callable[[Tensor, DType], s
 
 
 def on_rows(scale: Tensor, grid: WeightGrid) -> Tensor:
-    """Round scales (N, G) float32 for kernels with 8-bit scales per row, if the grid asks for that."""
+    """Return scales (N, G) float32, rounded by `scales.row_scales` if the scheme says so, otherwise unchanged."""
     return row_scales(scale, grid.scale_dtype) if grid.scheme.row_scales else scale
 
 
@@ -237,13 +237,13 @@ def range_fractions(dtype: DType) -> tuple[float, ...]:
 def search_parameters(
     weight: Tensor, grid: WeightGrid, *, importance: Tensor | None = None, gram: Tensor | None = None
 ) -> Ranges:
-    """Return the scales and zero points with the least rounding error among several scaled ranges.
+    """Return the scales and zero points with the least rounding error among fractions of the covering ranges.
 
     Symmetric integers have one more negative code than positive codes (int4: -8 to 7). So negative scales are tried
-    too; with them, positive weights use the longer side. Decoders multiply by negative scales as usual.
+    too: then positive weights use the side with more codes. Decoders multiply by negative scales as usual.
 
     The error of a group is e' M e with e = value - decoded. M is the identity, diag(importance), or the group's own
-    block of the input Gram matrix; with the block, it is the error of the layer's output.
+    block of the input Gram matrix, which gives the error of the layer's output.
 
     Args:
         weight: (N, K); not modified.
@@ -285,7 +285,7 @@ def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram
 
 
 def _signs(scheme: WeightScheme) -> tuple[float, ...]:
-    """Return the signs of a scale to try; with 8 bits, one more code on a side is not worth the time."""
+    """Return the signs of a scale to try: with 8 bits only 1, because one more code is not worth the time."""
     both = scheme.symmetric and scheme.signed_scales and scheme.dtype.kind == "int" and scheme.dtype.bits < 8
     return (1.0, -1.0) if both else (1.0,)
 
@@ -339,7 +339,7 @@ def round_to_nearest(weight: Tensor, grid: WeightGrid, ranges: Ranges | None = N
 
 
 def assemble(codes: Tensor, ranges: Ranges, grid: WeightGrid, group_index: Tensor | None = None) -> QuantizedTensor:
-    """Build a quantized weight from codes and ranges, each converted to the dtype in which it is kept.
+    """Build a quantized weight from codes and ranges, converted to the dtypes in which they are kept.
 
     Args:
         codes: (N, K), values that the type's storage dtype holds.

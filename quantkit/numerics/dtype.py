@@ -21,7 +21,7 @@ class DType:
         bits: bits of one code.
         minimum, maximum: smallest and largest code value.
         storage: torch dtype that holds one unpacked code.
-        group: inputs that share one scale, for types that fix it; None = the scheme decides.
+        group: number of inputs that share one scale, if the type fixes it; None = the scheme decides.
         scale: how scales are stored: "float" (in the model's dtype), "e4m3" (8-bit floats under one float32 scale of
             the whole tensor), "e8m0" (powers of two) or "ggml" (whole multiples of a float16 scale of a block).
         spacing: for floats, the smallest normal number and the number of mantissa bits; None = rounding to this type is

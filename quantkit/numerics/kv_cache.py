@@ -53,8 +53,8 @@ class CacheGoal:
     Args:
         scheme: schemes of keys and values.
         outliers: whether to look for layers whose keys have outliers that the scheme cannot represent well.
-        remedy: scheme of the keys in those layers: "channel" (the same bits, a range per channel), "int8" or "fp8" per
-            token, "leave" (not quantized), or "auto": the first of these that helps.
+        remedy: scheme of the keys in layers with outliers: "channel" (the same bits, a range per channel), "int8" or
+            "fp8" per token, "leave" (not quantized), or "auto": the first of the four that helps.
         clip: how fixed scales are chosen: "absmax" covers the largest magnitude, "mse" has the least squared error.
     """
 
@@ -75,7 +75,7 @@ class CacheGoal:
 
 
 def find_cache_scheme(side: str, dtype: str, granularity: str) -> CacheScheme:
-    """Return the cache scheme with these names.
+    """Return the cache scheme with this number type and granularity.
 
     Args:
         side: "keys" or "values".

@@ -1,12 +1,13 @@
 """Matrix products summed in float32 on a CPU, with the fastest library that keeps full precision.
 
-Float32 matrices: torch uses MKL, which has no AVX-512 code for AMD processors. oneDNN, also part of torch, has it and
-is twice as fast there, but torch uses oneDNN only if lower precision is allowed. oneDNN then still keeps all bits
-unless the processor has fast instructions for 16-bit floats (AMX, Arm). `keeps_precision` measures whether it does.
+Float32 matrices: torch uses MKL, which has no AVX-512 code for AMD processors. oneDNN, also part of torch, has such
+code and is twice as fast there, but torch uses oneDNN only if lower precision is allowed. oneDNN then still keeps all
+bits, unless the processor has fast instructions for 16-bit floats (AMX, Arm). `keeps_precision` measures whether oneDNN
+does.
 
 Bfloat16 matrices: torch on a CPU sums their products in bfloat16. The C code sums in float32 if the processor has
-bfloat16 instructions. That is as exact as float32 products, because the product of two bfloat16 numbers is exact in
-float32, and twice as fast (five times with AMX).
+bfloat16 instructions. Such sums are as exact as those of float32 matrices, because the product of two bfloat16
+numbers is exact in float32. They are computed twice as fast (five times with AMX).
 """
 
 import ctypes
@@ -58,7 +59,7 @@ def keeps_precision() -> bool:
 
 
 class Packed(NamedTuple):
-    """A (T, K) bfloat16 matrix in the memory order that the C code multiplies; see `tile.h`.
+    """A (T, K) bfloat16 matrix in the memory layout that the C code reads; see `tile.h`.
 
     Args:
         values: bfloat16.
@@ -120,7 +121,7 @@ def add_products(total: Tensor, left: Operand, columns: slice, right: Operand, *
 
     Args:
         total: (R, C) float32, contiguous.
-        left: matrix with T rows; float32 or packed, as `right`.
+        left: matrix with T rows. Both matrices must be float32, or both packed.
         columns: the R columns of `left` to use.
         right: matrix with T rows and at least C columns; the first C are used.
         lower: whether the caller needs only the lower triangle, because the product is symmetric. The values above

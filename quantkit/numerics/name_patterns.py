@@ -1,4 +1,4 @@
-"""Match names with patterns, shell-style or regular expressions after `re:`, in bounded time.
+"""Match names in bounded time with patterns: shell-style, or regular expressions after `re:`.
 
 Patterns come from files that strangers may have written, and Python's `re` cannot be stopped: a ten-character pattern
 can run longer than the age of the universe. The package `regex` has a timeout. Patterns that `regex` reads differently
@@ -46,7 +46,7 @@ def check_pattern(pattern: str) -> None:
     """Check that a text is a valid pattern.
 
     Raises:
-        SchemeError: the pattern is too long or not a regular expression of Python, or its repeat counts are too large.
+        SchemeError: the pattern is too long, is no valid regular expression, or has repeat counts that are too large.
     """
     if not is_exact(pattern):
         _compiled(pattern)
@@ -60,7 +60,7 @@ def matches(pattern: str, name: str, budget: Budget) -> bool:
         name: a full module name.
         budget: time left; reduced by this call.
     Raises:
-        SchemeError: not a pattern, or matching takes too long.
+        SchemeError: the pattern is not valid, or matching takes too long.
     """
     if is_exact(pattern):
         return pattern == name

@@ -2,8 +2,8 @@
 
 Shapes: N outputs, G groups per row. Two levels (nvfp4): scale = e4m3 / global_scale, with global_scale = 448 * 6 /
 largest magnitude of the tensor. Powers of two (mxfp4, mxfp8): exponent = exponent of the largest magnitude - exponent
-of the type's largest value, plus one if the first two mantissa bits of the magnitude are set; compressed-tensors rounds
-so, and OCP MX leaves the rounding open.
+of the type's largest value, plus one if the first two mantissa bits of the magnitude are set. compressed-tensors rounds
+in this way; OCP MX does not specify the rounding.
 Source: OCP Microscaling Formats (MX) 1.0, section 6.3; compressed-tensors `quantization/utils/{helpers,mxfp_utils}.py`.
 
 `with_two_levels` converts MXFP4 to NVFP4 without loss: the codes stay, and each group of 32 becomes two of 16. E4M3
@@ -99,8 +99,9 @@ def row_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round scales so that kernels which store them as e4m3 with one float32 scale per row lose nothing.
 
     Such a kernel (vLLM's W4A8) divides the scales of a row by their largest magnitude / 448, and stores an eighth of
-    the quotients to leave room for codes times scales. So the largest scale becomes 448 * a number of 4 significant
-    bits, and the others become an e4m3 number * 8 * that number: products of 8 bits, which bfloat16 holds.
+    the quotients to leave room for codes times scales. So this function rounds the largest scale of a row to 448 * s,
+    where s has 4 significant bits, and the other scales to e * 8 * s, where e is an e4m3 number. These products have at
+    most 8 significant bits, which bfloat16 holds.
 
     Args:
         scale: (N, G) float32, of either sign, never zero.
@@ -146,7 +147,7 @@ def has_two_levels(scheme: WeightScheme, asked: WeightScheme) -> bool:
 
 
 def with_two_levels(weights: Sequence[QuantizedTensor]) -> list[QuantizedTensor] | None:
-    """Convert MXFP4 weights to NVFP4 with the same values and one global scale; None if their scales span too much.
+    """Convert MXFP4 weights to NVFP4 with equal values and one global scale; None if E4M3 cannot hold their scales.
 
     Args:
         weights: weights that share the global scale, such as linears that engines fuse.

@@ -21,8 +21,8 @@ class WeightScheme:
         block_rows: number of outputs that share scales; 1 = each output has its own, None = one scale for the tensor.
         signed_scales: scales of symmetric integers may be negative. This field and those below affect the choice of
             numbers, not their storage, so schemes that differ only in them are equal.
-        strict_groups: refuse a linear whose inputs `group_size` does not divide, instead of using smaller groups.
-        row_scales: "e4m3" = choose scales that kernels with 8-bit scales per row can hold exactly; see `row_scales`.
+        strict_groups: refuse a linear if `group_size` does not divide its inputs, instead of using smaller groups.
+        row_scales: "e4m3" = choose scales that kernels with 8-bit scales hold exactly; see `scales.row_scales`.
     """
 
     dtype: DType
@@ -55,8 +55,10 @@ class WeightScheme:
             raise SchemeError(f"a block of {self.block_rows} outputs is not possible; write a block such as 128x128")
 
     def fitted(self, in_features: int) -> "WeightScheme":
-        """Return the scheme with smaller groups if these divide `in_features` and `group_size` does not; a ggml type
-        whose blocks do not divide `in_features` is replaced by the one that llama-quantize takes.
+        """Return the scheme to use for a linear with this many inputs: usually the scheme itself.
+
+        If `group_size` does not divide `in_features`, the groups become smaller where possible. A ggml type whose block
+        size does not divide `in_features` is replaced by another type, as in llama-quantize.
         """
         if self.dtype.block is not None and in_features % self.dtype.block[0] and self.dtype.name in FALLBACK:
             other = FALLBACK[self.dtype.name]
@@ -70,8 +72,8 @@ class WeightScheme:
         """Return the number of inputs per scale, g, for a weight with this many inputs.
 
         Raises:
-            SchemeError: group_size does not divide in_features; the message suggests sizes that do and that engines
-                support.
+            SchemeError: group_size does not divide in_features; the message suggests sizes that divide it and that
+                engines support.
         """
         if self.group_size is None:
             return in_features
@@ -103,7 +105,7 @@ class WeightScheme:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether the tensor has a scale of its own: its only one, or a global scale above the groups' scales."""
+        """Whether there is a scale for the whole tensor: the only scale, or a global scale above the groups' scales."""
         return self.block_rows is None or self.dtype.scale == "e4m3"
 
     def describe(self) -> str:
@@ -157,7 +159,7 @@ class ActivationScheme:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the checkpoint stores an input scale: the only one, or a global scale above the groups' scales."""
+        """Whether the checkpoint stores an input scale: the only scale, or a global one above the groups' scales."""
         return not self.dynamic or self.dtype.scale == "e4m3"
 
     def describe(self) -> str:
@@ -181,12 +183,12 @@ class LinearScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Rule that gives the modules whose names match `pattern` a scheme, or leaves them unquantized.
+    """Rule for the modules whose names match `pattern`: their scheme, or that they stay unquantized.
 
     Args:
         pattern: shell-style (`*.down_proj`), or a regular expression after `re:`.
         linear: scheme of these modules; None = not quantized.
-        keep: keep the codes of the source.
+        keep: whether these modules keep the codes of the source.
     """
 
     pattern: str
@@ -210,7 +212,7 @@ class Scheme:
     default: LinearScheme | None
     rules: tuple[Rule, ...] = ()
     _exact: dict[str, int] = field(init=False, repr=False, compare=False)  # position of each pattern's last rule
-    _expressions: tuple[int, ...] = field(init=False, repr=False, compare=False)  # positions of the others, last first
+    _expressions: tuple[int, ...] = field(init=False, repr=False, compare=False)  # positions with wildcards, last first
     _answers: dict[str, Rule | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _budget: Budget = field(default_factory=Budget, init=False, repr=False, compare=False)
 

@@ -1,4 +1,4 @@
-"""Search the scales and minimums of ggml's blocks: float16 numbers of a block times small whole numbers of its groups.
+"""Search the scales and minimums of ggml's blocks: a float16 number of the block times a small integer of each group.
 
     q2_k  16 groups of 16   scale 0..15      minimum 0..15
     q3_k  16 groups of 16   scale -32..31
@@ -10,7 +10,7 @@
 For each group, the search finds the scale (and minimum) with the least weighted squared error, and rounds it to a whole
 multiple of the block's scale (minimum). Then it refines in turn the whole numbers (by at most one) and the float16
 numbers (by least squares); a step is kept only if it lowers the error of its block. ggml's own search does not refine.
-No group has a scale of 0: with a scale of 1 or -1 its error is at most as large, because its codes can be 0 instead.
+No group has the whole number 0 as its scale: with 1 or -1, its error is at most as large, because its codes can be 0.
 Shapes: N outputs, K inputs, G groups of n inputs, M blocks of S groups, B blocks per row.
 Source: format and first search: ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
 """
@@ -53,12 +53,12 @@ class Blocks(NamedTuple):
 
 
 def search_blocks(values: Tensor, dtype: DType, weights: Tensor | None = None) -> Blocks:
-    """Search the scales and minimums of blocks with which rounding to nearest has the least weighted squared error.
+    """Search scales and minimums of blocks that minimize the weighted squared error of rounding to nearest.
 
     Args:
         values: (M, values of a block) float32; not modified.
         dtype: a type of ggml.
-        weights: weights >= 0 of the squared errors, of the same shape; None = all 1.
+        weights: weights >= 0 of the squared errors, in the shape of `values`; None = all 1.
     """
     assert dtype.block is not None, f"{dtype.name} has no blocks"
     search = _search_affine_blocks if dtype.has_minimums else _search_symmetric_blocks
@@ -71,7 +71,7 @@ def search_blocks(values: Tensor, dtype: DType, weights: Tensor | None = None) -
 
 
 def nearest_blocks(scale: Tensor, minimum: Tensor | None, dtype: DType) -> Blocks:
-    """Round any scales and minimums to those that blocks can store.
+    """Round scales and minimums to values that blocks can store.
 
     Args:
         scale: (M, S) float32.
@@ -91,7 +91,7 @@ def nearest_blocks(scale: Tensor, minimum: Tensor | None, dtype: DType) -> Block
 
 
 def range_blocks(values: Tensor, dtype: DType) -> Blocks:
-    """Return scales and minimums with which groups cover all values (M, values of a block), without a search."""
+    """Return scales and minimums whose ranges cover all values (M, values of a block), without a search."""
     groups = values.view(len(values), _groups(dtype), -1)
     low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     if dtype.has_minimums:
@@ -100,12 +100,15 @@ def range_blocks(values: Tensor, dtype: DType) -> Blocks:
 
 
 def expand(blocks: Blocks, rows: int, dtype: DType) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return scales (N, G), zero points (N, G) or None, and `step` with any `offset` (N, B, 1 or 2), all float32.
+    """Convert blocks to the scales and zero points of their groups.
 
     Args:
         blocks: blocks of all rows, row by row.
         rows: N.
         dtype: a type of ggml.
+    Returns:
+        Scales (N, G); zero points (N, G), or None; `step` and, if there is one, `offset` of each block (N, B, 1 or 2).
+        All are float32.
     """
     scale = blocks.step * blocks.scales  # exact: 11 bits times 8
     if blocks.offset is None or blocks.minimums is None:
@@ -115,7 +118,7 @@ def expand(blocks: Blocks, rows: int, dtype: DType) -> tuple[Tensor, Tensor | No
 
 
 def zero_points(scale: Tensor, minimum: Tensor, dtype: DType) -> Tensor:
-    """Return the zero points, not rounded, with which (code - zero point) * scale starts at -minimum."""
+    """Return the unrounded zero points for which (code - zero point) * scale is -minimum at the lowest code."""
     return minimum / scale + dtype.minimum
 
 
@@ -141,7 +144,7 @@ def _groups(dtype: DType) -> int:
 
 
 def _whole_step(scale: Tensor, tried: Sequence[Tensor], dtype: DType) -> Tensor:
-    """Choose the step (M, 1) of which the scales are most nearly whole multiples."""
+    """Return for each block the tried step whose whole multiples approximate the scales best, (M, 1)."""
     best: State | None = None
     for step in map(_half, tried if dtype.levels != (1, 1) else tried[:1]):
         error = (_multiples(scale, step, dtype) * step - scale).square_().sum(1)
@@ -158,10 +161,10 @@ def _multiples(scale: Tensor, step: Tensor, dtype: DType) -> Tensor:
 
 
 def _completed(step: Tensor, offset: Tensor | None, scales: Tensor, minimums: Tensor | None) -> Blocks:
-    """Make the numbers safe to convert to float32 zero points (minimum / scale).
+    """Return blocks whose numbers are safe to convert to float32 zero points (minimum / scale).
 
-    Replace scales of 0, by which nothing can be divided, and set minimums to 0 that are too small for the zero point to
-    identify.
+    Scales of 0 are replaced, because they cannot be divisors. Minimums that could not be recovered from a zero point,
+    because they are too small, become 0.
     """
     step = torch.where(step == 0, _LEAST_SCALE, step)
     scales = torch.where(scales == 0, 1.0, scales)
@@ -201,7 +204,7 @@ def _search_affine_blocks(groups: Tensor, weights: Tensor, dtype: DType) -> Bloc
 
 
 def _search_affine(groups: Tensor, weights: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Search the scale and minimum (a number >= 0 to subtract) of each group for codes from 0 on, each (M, S)."""
+    """Search the scale and the minimum (a number >= 0 to subtract) of each group, both (M, S); codes start at 0."""
     last = dtype.full_range
     # The format subtracts a minimum that is not negative, so a range cannot begin above zero.
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
@@ -228,7 +231,7 @@ def _search_affine(groups: Tensor, weights: Tensor, dtype: DType) -> tuple[Tenso
 
 
 def _improve_affine(groups: Tensor, weights: Tensor, start: Blocks, dtype: DType) -> State:
-    """Find the best codes for these float16 numbers, changing scales and minimums by at most one.
+    """Find the best codes for these float16 numbers; the whole numbers of scales and minimums may change by one.
 
     Returns:
         error (M,), codes (M, S, n), and the fields of `Blocks`.
@@ -289,12 +292,12 @@ def _search_symmetric(groups: Tensor, weights: Tensor, dtype: DType) -> Tensor:
         codes = (groups * ((dtype.minimum - 0.1 * number) / safe)).round_().clamp_(dtype.minimum, dtype.maximum)
         weighted = weights * codes
         sum_xl, sum_l2 = (weighted * groups).sum(-1), (weighted * codes).sum(-1).clamp_(min=1e-30)
-        best = _better(best, (-sum_xl.square() / sum_l2, sum_xl / sum_l2))  # less a constant, the error
+        best = _better(best, (-sum_xl.square() / sum_l2, sum_xl / sum_l2))  # the error minus a constant
     return best[1]
 
 
 def _improve_symmetric(groups: Tensor, weights: Tensor, step: Tensor, scales: Tensor, dtype: DType) -> State:
-    """Find the best codes for this float16 scale, changing whole numbers by at most one.
+    """Find the best codes for this float16 scale; the whole numbers of the groups may change by one.
 
     Returns:
         error (M,), codes (M, S, n), step, and the chosen scales.

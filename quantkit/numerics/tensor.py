@@ -27,9 +27,9 @@ class QuantizedTensor:
         value_dtype: dtype in which loaders compute the values; None = the dtype of the scale.
         input_scale: (1,) calibrated scale of the linear's input, or the input's global scale for types with two levels
             of scales; formats store it beside the weight.
-        block_scale: float32, only for ggml types: (N, B, 1) the scale of each block or, for types with minimums,
-            (N, B, 2) that scale and the factor of the block's minimums. `scale` and `zero_point` already include them;
-            `zero_point` is then float32.
+        block_scale: float32, only for ggml types: the scale of each block, (N, B, 1); for types with minimums also the
+            factor of the block's minimums, (N, B, 2). `scale` and `zero_point`, which is float32 here, already include
+            these numbers.
     """
 
     codes: Tensor

@@ -28,7 +28,7 @@ _WRITTEN = (
 
 
 def check_apart(output: Path, source: Path) -> None:
-    """Refuse an output that is the source model, lies in it or contains it: replacing it would destroy the model.
+    """Refuse an output that is the source model, lies in it or contains it: writing there would destroy the model.
 
     Raises:
         OutputError: the two paths overlap; names both.
@@ -183,12 +183,13 @@ def open_stage(
     Args:
         output: file or directory to make.
         kind: name of the command, for messages.
-        overwrite: an existing output may be replaced if `check` allows it.
+        overwrite: whether an existing output may be replaced if `check` allows that.
         check: raises OutputError unless the existing output may be replaced.
         resumable: keep unfinished work if the block fails.
         allow_finished: do not refuse an output that an earlier run seems to have finished; see `is_finished`.
     Raises:
-        OutputError: quantkit did not make the output or the folder, it is a link, or another process is writing it.
+        OutputError: the output exists and must not be replaced; or the work folder is not quantkit's, is a link, or is
+            used by another process.
     """
     check_path(output, OutputError)
     if output.name in ("", ".."):

@@ -28,9 +28,9 @@ class WorkFolder:
 
     Args:
         path: path of the folder.
-        output: final path of the output that is made in it; None = the folder itself is kept.
+        output: final path of the output that is made in the folder; None = the folder itself is kept.
         resumable: whether a later run can use its contents.
-        adopted: whether the folder existed, empty and without a marker.
+        adopted: whether the folder existed before, empty and without a marker.
         known: contents of the marker when the folder was opened; empty for a new folder.
     """
 
@@ -52,7 +52,7 @@ class WorkFolder:
         return self.path / "replaced"
 
     def clear(self) -> None:
-        """Delete everything but the marker; files first, so that a killed run leaves no file about a missing folder."""
+        """Delete everything but the marker; files first, so that a killed run leaves no file about a deleted folder."""
         self.put_back()
         for entry in sorted(self._entries(), key=Path.is_dir):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -207,8 +207,8 @@ def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
 
 def _foreign(path: Path, option: str) -> OutputError:
     return OutputError(
-        f"quantkit needs {path} as a work folder, but this version did not make it; move it away (delete it only if an "
-        f"interrupted run of an earlier version left it) or choose another {option}"
+        f"quantkit needs {path} as a work folder, but this version of quantkit did not make the folder there; move it "
+        f"away (delete it only if an interrupted run of an earlier version left it) or choose another {option}"
     )
 
 

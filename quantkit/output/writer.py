@@ -107,7 +107,7 @@ def writing(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
 
     Args:
         path: path that the block writes.
-        needed_bytes: its final size, if known.
+        needed_bytes: final size of the file, if known.
     Raises:
         ResourceError: the disk or the quota is full.
         OutputError: any other OSError.
@@ -122,11 +122,11 @@ def _translated(error: OSError, path: Path, needed_bytes: int | None) -> Quantki
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         reason = error.strerror or str(error)
         return OutputError(f"cannot write {path}: {reason}; choose another --output or change its folder's permissions")
-    needed = "" if needed_bytes is None else f"needs {byte_size(needed_bytes)}, "
-    limit = "the quota is used up" if error.errno == errno.EDQUOT else f"{byte_size(_free_bytes(path))} free"
+    needed = "" if needed_bytes is None else f"it needs {byte_size(needed_bytes)}, and "
+    limit = "the quota is used up" if error.errno == errno.EDQUOT else f"{byte_size(_free_bytes(path))} are free"
     return ResourceError(
         f"no space left writing {path}: {needed}{limit}; "
-        "free space or choose another --output, then run the same command again to resume"
+        "delete files or choose another --output, then run the same command again to resume"
     )
 
 

@@ -1,7 +1,7 @@
 """Estimates for a model before any work: sizes in bytes, what fits on a device, and lower bounds on the time of a step.
 
-They come from its config or shard headers only, and torch is not imported unless a recipe is loaded. All figures are
-computed; `benchmark` and `evaluate` measure.
+The estimates come only from the model's config or shard headers. Torch is not imported unless a recipe is loaded. All
+figures are computed; the packages `benchmark` and `evaluate` measure.
 """
 
 from quantkit.engine_rules.data_sheets import DEVICES, Device, find_device, make_device

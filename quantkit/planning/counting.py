@@ -1,4 +1,4 @@
-"""A model's shape, counted from its config, or exactly from its shard headers, for any model family."""
+"""Count the shape of a model of any family, from its config or, more exactly, from its shard headers."""
 
 import math
 import re
@@ -84,7 +84,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
         **_facts(model, name),
         counted_from="shard headers",
         dtype=_main_dtype(model, tensors),
-        # From the table, which may be padded to more rows than config.json names.
+        # From the embedding, which may be padded to more rows than config.json says.
         vocab_size=embedding // model.hidden_size,
         layers=layers,
         prefix=prefix,
@@ -157,11 +157,11 @@ def _layer(model: ModelDescription, index: int, tensors: list[tuple[str, TensorI
 
 
 def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> dict[tuple[str, int, int], int]:
-    """Return the copies of each linear in a tensor, keyed by (name, N, K); empty if the tensor is no linear's weight.
+    """Return the number of copies of each linear in a tensor, keyed by (name, N, K); empty if the tensor holds none.
 
     Args:
         local: name of the tensor within its layer.
-        shape: shape of the tensor; with three dimensions it holds all experts, gate and up together.
+        shape: shape of the tensor; a tensor with three dimensions holds all experts, possibly with gate and up fused.
         transposed: whether inputs come before outputs in the shape.
     """
     name = _EXPERT.sub("experts.{expert}.", local.removesuffix(".weight"))
@@ -179,7 +179,7 @@ def _matrix_sizes(local: str, shape: tuple[int, ...], *, transposed: bool) -> di
 def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str, TensorInfo]], dict[str, TensorInfo]]:
     """Return the prefix of the decoder layers, their tensors as (layer, name in the layer, header), and other tensors.
 
-    If there are several stacks of layers, the largest is taken for the decoder.
+    If there are several stacks of layers, the largest stack counts as the decoder.
     """
     matches = {name: match for name in tensors if (match := _IN_LAYER.fullmatch(name))}
     weight: Counter[str] = Counter()
@@ -192,9 +192,9 @@ def _split(tensors: Mapping[str, TensorInfo]) -> tuple[str, list[tuple[int, str,
 
 
 def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int, int, set[str]]:
-    """Return the parameters of embedding and head, and the names of these tensors; a tied head counts zero.
+    """Return the numbers of parameters of embedding and head, and the names of their tensors; a tied head counts zero.
 
-    If there are several tables, such as those of a vision tower, the largest is the token embedding.
+    If there are several embeddings, such as one in a vision tower, the largest is the token embedding.
     """
     heads, embeddings = {}, {}
     for name, stored in outside.items():
@@ -214,7 +214,7 @@ def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int,
 
 
 def _main_dtype(model: ModelDescription, tensors: Mapping[str, TensorInfo]) -> str:
-    """Return the number type that accounts for most bytes."""
+    """Return the number type that accounts for the most bytes of the tensors."""
     count: Counter[str] = Counter()
     for stored in tensors.values():
         count[stored.dtype_name or ""] += stored.num_bytes

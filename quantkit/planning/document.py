@@ -10,7 +10,7 @@ from quantkit.planning.shape import ModelShape
 
 
 def to_document(plan: Estimate) -> dict[str, Any]:
-    """Convert the whole plan.
+    """Convert a whole plan to plain data.
 
     Args:
         plan: result of `estimate`.

@@ -36,7 +36,7 @@ HEADS = {"int8": memory.INT8_WEIGHTS, "int4": memory.INT4_WEIGHTS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRow:
-    """Weights under one scheme; `problem` says why it is impossible (the sizes are then meaningless), or is None."""
+    """Size of the weights under one scheme. If the scheme is impossible, `problem` says why; ignore `size` then."""
 
     scheme: memory.WeightChoice
     size: memory.WeightBytes
@@ -54,7 +54,11 @@ class CacheRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRow:
-    """One pair of schemes on the device; `form`, `decode` and `prefill` are None if the cache is unknown."""
+    """One pair of a weight scheme and a cache form on the device.
+
+    `form` is None if the cache is unknown. `decode` is None if the device's bandwidth is unknown, and `prefill` is None
+    if the device's peak rates are unknown.
+    """
 
     scheme: memory.WeightChoice
     form: KVForm | None
@@ -118,7 +122,7 @@ class Estimate:
     def on_device(self) -> tuple[DeviceRow, ...]:
         """Fit and best possible speed on the device for every pair of a relevant scheme and a cache form.
 
-        If the cache is unknown, it lists schemes only.
+        If the cache is unknown, the rows list schemes only.
         """
         if self.device is None:
             return ()
@@ -168,7 +172,7 @@ class Estimate:
 
 
 def find_shape(model: str | Path | None, shape_file: str | Path | None, params: str | None) -> ModelShape:
-    """Return the shape of the given model; without arguments, of the bundled demo model.
+    """Return the shape of the given model, or of the bundled demo model if all arguments are None.
 
     Raises:
         InputError: several models are given; or see `planning.source`.
@@ -204,14 +208,14 @@ def estimate(
         model: a directory, a config.json or a hub id; None = the bundled demo model.
         shape_file: YAML or JSON with entries of a config.json, instead of a model.
         params: `7B` or `30B-A3B`, instead of a model.
-        recipe: a shipped name or a file; None = a table of the usual number types.
+        recipe: name of a shipped recipe, or a file; None = compare the usual number types.
         overrides: recipe fields to replace.
         device: see `make_device`; None = sizes only.
         context: tokens per sequence; None = 4096, or the model's limit if that is lower.
         batch: number of sequences.
         prompt: prompt tokens; None = the context.
         kv_cache: form of the cache; None = compare several.
-        head: "int8" or "int4" quantizes the output head at load.
+        head: "int8" or "int4" quantizes the output head at load; None = as stored.
         engine: engine that will read the recipe's result; None = report on every engine.
         kv_budget: maximum number of tokens per sequence that the cache keeps, or a share of the context; None = all.
         kv_policy: eviction policy: which tokens are kept.
@@ -277,8 +281,8 @@ def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) 
     if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
         whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / DEFAULT_PAGE_SIZE
         yield (
-            "layers with a window are counted with their last tokens only; the bundled runtime keeps all tokens, "
-            f"{whole:,.0f} B per token in 16 bits"
+            "of sliding-window layers, only the tokens in the window are counted; the bundled runtime keeps all "
+            f"tokens, {whole:,.0f} B per token in 16 bits"
         )
     for compute in sorted({form.compute for form in plan.forms} - {"bf16"}) if plan else ():
         if device is not None and device.peaks and compute not in device.peaks:
@@ -292,7 +296,7 @@ def _head(name: str | None, shape: ModelShape) -> memory.WeightForm | None:
         raise InputError(f"unknown head type {name!r}{suggestion(name, HEADS)}; supported: {', '.join(HEADS)}")
     form = HEADS[name]
     if shape.layers and not form.fits(shape.hidden_size):
-        raise InputError(f"head {name}: groups of {form.group_size} do not divide {shape.hidden_size}; use int8")
+        raise InputError(f"head {name}: groups of {form.group_size} do not divide {shape.hidden_size} inputs; use int8")
     return form
 
 
@@ -305,7 +309,7 @@ def _recipe(shape: ModelShape, name: str | Path, overrides: Any, head: memory.We
 
     plan = plan_recipe(shape, load(name, overrides), head)
     if plan.conflicts:
-        rest = f" ({len(plan.conflicts) - 1} more like this)" if len(plan.conflicts) > 1 else ""
+        rest = f" (and {len(plan.conflicts) - 1} more)" if len(plan.conflicts) > 1 else ""
         raise RecipeError(f"recipe {plan.name!r} cannot be used on this model: {plan.conflicts[0]}{rest}")
     return plan
 
@@ -332,7 +336,7 @@ def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> l
 
 
 def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVForm]:
-    """Return the cache forms to count: the given one, or else the recipe's or checkpoint's form and the usual ones."""
+    """Return the cache forms to count: the given form, or else 16 bits, the recipe's or checkpoint's, and the usual."""
     if not shape.layers:
         return []
     plain = find_kv_form("auto", shape.dtype)
@@ -352,5 +356,5 @@ def _problem(shape: ModelShape, scheme: memory.WeightChoice) -> str | None:
         for matrix in layer.matrices:
             form = scheme.choose(index, matrix)
             if form is not None and not form.fits(matrix.in_features):
-                return f"groups of {form.group_size} do not divide {matrix.in_features} inputs of {matrix.first}"
+                return f"groups of {form.group_size} do not divide the {matrix.in_features} inputs of {matrix.first}"
     return None

@@ -16,7 +16,7 @@ from quantkit.planning import memory
 from quantkit.planning.shape import ModelShape
 from quantkit.runtime.config import TOKEN_BUDGET
 
-_MAX_TOKENS = 1 << 30  # limit for a model that names none
+_MAX_TOKENS = 1 << 30  # context limit for a model whose config gives none
 RESERVE = 0.05
 """Share of the memory that is left to the driver, the allocator and graphs."""
 
@@ -54,7 +54,7 @@ class Eviction:
     """Eviction settings: how many tokens of each sequence the cache keeps.
 
     Args:
-        budget: tokens, or a share of the context; None = all.
+        budget: number of tokens to keep, or a share of the context; None = keep all.
         policy: eviction policy: which tokens are kept.
         page_size: tokens per page of the cache.
     """
@@ -72,7 +72,7 @@ class Eviction:
         return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
-        """Return the extra bytes of a sequence during a prompt chunk: tokens are evicted only after its attention."""
+        """Return the extra bytes of a sequence during a prompt chunk; tokens are evicted only after the attention."""
         kept = self.kept(context)
         most = min(context, kept - 1 + chunk) if kept < context else kept
         before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))
@@ -92,7 +92,7 @@ def device_fit(
     batch: int,
     eviction: Eviction = EVERYTHING,
 ) -> DeviceFit:
-    """Return the largest batch for a context and the largest context for a batch.
+    """Return how a model uses a device's memory, the largest batch, and the longest context.
 
     Args:
         shape: shape of the model.
@@ -101,7 +101,7 @@ def device_fit(
         memory_bytes: memory of the device.
         context: tokens per sequence, for the largest batch.
         batch: number of sequences, for the largest context.
-        eviction: eviction settings; memory for one prompt chunk is counted in addition.
+        eviction: eviction settings; the extra memory of one prompt chunk is counted too.
     """
     weights = memory.planned_weight_bytes(shape, scheme).memory_bytes
     activations = memory.planned_activation_bytes(shape, STEP_TOKENS, batch)
@@ -144,7 +144,8 @@ class Floor:
     Args:
         bytes_read: bytes of weights and cache read.
         flops: operations of products and attention.
-        memory_s, compute_s: their time at the device's bandwidth and peaks.
+        memory_s, compute_s: seconds for the bytes at the device's bandwidth, and for the operations at its peaks; 0 =
+            bandwidth or peaks are unknown.
     """
 
     bytes_read: float
@@ -204,7 +205,7 @@ def prefill_floor(shape: ModelShape, scheme: memory.WeightChoice, device: Device
 
 
 def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[str, float]:
-    """Return the operations of all linears per token, by the number type of the product."""
+    """Return the operations of all linears per token, keyed by the number type of the product."""
     if not shape.layers:
         return {"bf16": 2.0 * shape.active_parameters}
     flops: Counter[str] = Counter()
@@ -216,7 +217,14 @@ def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[st
 
 
 def _floor(device: Device, read: float, products: Mapping[str, float], in_16_bits: float) -> Floor:
-    """Return the floor for these bytes, product operations by number type, and other operations in 16 bits."""
+    """Return the floor of a step.
+
+    Args:
+        device: the device.
+        read: bytes that the step reads.
+        products: operations of the linears, keyed by number type.
+        in_16_bits: all other operations.
+    """
     by_type = {**products, "bf16": products.get("bf16", 0.0) + in_16_bits}
     return Floor(
         bytes_read=read,

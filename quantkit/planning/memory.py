@@ -1,9 +1,9 @@
 """Bytes of a model for one choice of number types: weights, cache, activations, and memory needed for compression.
 
-For a recipe, its format counts the bytes of the weights (`Format.linear_bytes`). Without a recipe, codes are counted as
-in compressed-tensors: packed into 32-bit words along the inputs, with a scale per group in the model's dtype and zero
-points packed along the outputs. Weights and cache are exact sums; activations are an estimate. The module does not
-import torch.
+With a recipe, the recipe's format counts the bytes of the weights (`Format.linear_bytes`). Without a recipe, codes are
+counted as in compressed-tensors: packed into 32-bit words along the inputs, with a scale per group in the model's dtype
+and zero points packed along the outputs. Weights and cache are exact sums; activations are an estimate. The module does
+not import torch.
 Shapes: B sequences, L tokens of context, T tokens in one step.
 """
 
@@ -36,7 +36,7 @@ class WeightForm:
         compute: number type of the products: "bf16", or "int8", "fp8" or "fp4" if activations are quantized too.
         counted: the format's function that counts the bytes of a weight from N, K and the bytes of a scale; None = as
             described in the module's docstring.
-        beside: the format's function that counts a file's extra bytes per weight from the bytes of a scale; None = as
+        beside: the format's function that counts extra bytes per linear in a file, from the bytes of a scale; None = as
             described in the module's docstring.
     """
 
@@ -87,7 +87,7 @@ class WeightForm:
         return self.matrix_bytes(out_features, in_features, scale_bytes) + extra
 
     def bits_per_weight(self, scale_bytes: int = 2) -> float:
-        """Return the bits per weight of a large matrix; ignores scales per channel. Only for forms without a format."""
+        """Return the bits per weight of a large matrix; ignores scales per channel. Not for forms with `counted`."""
         if not self.scaled or self.group_size is None:
             return float(self.bits)
         return self.bits + (8 * scale_bytes + (0 if self.symmetric else self.bits)) / self.group_size
@@ -125,7 +125,7 @@ def from_linear(linear: Any, layout: str = "compressed-tensors") -> WeightForm:
     )
 
 
-# Which form a matrix of a layer gets; None = it stays as it is stored.
+# Function from the index of a layer and a matrix in it to the matrix's form; None = as stored.
 FormChoice = Callable[[int, Matrix], WeightForm | None]
 
 
@@ -134,13 +134,14 @@ class WeightChoice:
     """A choice of number types for all weights.
 
     Args:
-        name: for tables.
-        choose: returns the form of a matrix; None = as stored, or dequantized if other matrices are quantized again.
+        name: name for tables.
+        choose: returns the form of a matrix. None = as stored; if an already quantized model is quantized again, None
+            means dequantized.
         head: form of the output head; None = as stored.
         unquantized: form of ignored matrices instead of their stored form; None = as stored.
         beside: bytes on disk of the KV cache's scales.
         ends_bytes: bytes on disk of embedding and head; None = as stored.
-        as_stored: whether nothing is changed.
+        as_stored: whether the choice leaves all weights as stored.
     """
 
     name: str
@@ -249,7 +250,7 @@ def kv_bytes(shape: ModelShape, tokens: int, form: KVForm) -> float:
 
 
 def kv_allocated_bytes(shape: ModelShape, tokens: int, form: KVForm, page_size: int = DEFAULT_PAGE_SIZE) -> float:
-    """Return the bytes of the bundled runtime's whole pages and the residual window of a sequence."""
+    """Return the bytes that the bundled runtime allocates for a sequence: whole pages and the residual window."""
     return sum(cache.allocated_bytes(tokens, kept, shape.dtype_bytes, page_size) for cache, kept in shape.caches(form))
 
 
@@ -284,7 +285,7 @@ def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> 
 def compression_bytes(
     shape: ModelShape, num_tokens: int, steps: Sequence[Step], *, hands_on: bool = False
 ) -> dict[str, int]:
-    """Return the memory that `quantkit quantize` holds at once, by purpose; see `algorithms.base.steps_bytes`.
+    """Estimate the peak memory of `quantkit quantize` in bytes, keyed by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         shape: shape of the model.
@@ -300,7 +301,7 @@ def compression_bytes(
 
 
 def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
-    """Return the weight sizes of a model of which only the parameter count is known: all weights have the same form."""
+    """Return the weight sizes of a model if only its parameter count is known: all weights have the same form."""
     form = scheme.choose(0, Matrix(name="", out_features=1, in_features=1))
     bits = form.bits_per_weight(shape.dtype_bytes) if form else 8.0 * shape.dtype_bytes
     return _alike(round(shape.num_parameters * bits / 8), bits, shape.active_parameters)
@@ -321,7 +322,7 @@ def _touched(shape: ModelShape, batch: int) -> float:
 
 
 def _width(layer: LayerTensors) -> int:
-    """Return how many activations per token a layer has: widest input plus all outputs, of attention or of the MLP."""
+    """Return the activations per token of a layer: widest input plus all outputs, of attention or MLP (the larger)."""
     widths = []
     for attention in (True, False):
         chosen = [m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention]

@@ -1,4 +1,4 @@
-"""Effect of a recipe on a model of known shape: the form of each matrix, and why the recipe may not work.
+"""Effect of a recipe on a model of known shape: the form of each matrix, and reasons why the recipe cannot be used.
 
 Loading a recipe imports torch; plans without a recipe do not use this module.
 """
@@ -26,13 +26,13 @@ class RecipePlan:
         format: on-disk format.
         scheme: form of each matrix, for the sums in `memory`.
         forms: the different forms that occur.
-        num_tokens: calibration tokens, 0 without steps.
-        samples: calibration sequences, 0 without steps.
+        num_tokens: number of calibration tokens; 0 without calibration.
+        samples: number of calibration sequences; 0 without calibration.
         steps: steps in running order.
         hands_on: whether layers pass on more than hidden states.
         conflicts: reasons why the recipe cannot run, one line each; an error quotes the first.
         cache: form of the KV cache, ignoring outliers; None = unchanged.
-        stored: contents of the resulting checkpoint, for engines.
+        stored: description of the resulting checkpoint, for the rules of engines.
         notes: one sentence for each case in which groups are smaller than the recipe asks for.
     """
 
@@ -98,7 +98,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
 
 
 def _ends_bytes(shape: ModelShape, type_name: str | None) -> int | None:
-    """Return the bytes of embedding and head in a GGUF file that stores them in this type; None = as in the source."""
+    """Return the bytes of embedding and head in a GGUF file that stores both in this type; None = as in the source."""
     if type_name is None or not shape.hidden_size:
         return None
     from quantkit.formats.gguf import matrix_bytes

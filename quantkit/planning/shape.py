@@ -25,16 +25,17 @@ class ModelShape:
         dtype: torch name of the stored weights' dtype.
         hidden_size, vocab_size, max_length: sizes; max_length None = unknown.
         layers: one entry per layer; empty if only a parameter count is known.
-        prefix: full name of the list of layers, `model.layers`.
+        prefix: full name of the list of layers, e.g. `model.layers`.
         embedding: parameters of the token embedding.
         head: parameters of the output head; 0 if it shares the embedding.
         other: parameters outside layers, embedding and head.
-        active_total: parameters per token if only their number is known; None = computed from the layers.
+        active_total: number of parameters that a token uses, if layers are unknown; None = computed from the layers.
         stored_bytes: bytes of all tensors, if headers are known.
         quantized: whether the checkpoint is already quantized, so that `stored_bytes` is the size of its weights.
         remarks: what the count leaves out or assumes.
         cache: KV cache settings of the checkpoint; None = it has none.
-        stored: returns the `LinearScheme` with which a quantized checkpoint stores a linear, given its full name.
+        stored: function from a linear's full name to the `LinearScheme` of its codes in the checkpoint, or to None if
+            the linear has no codes.
     """
 
     name: str
@@ -81,9 +82,9 @@ class ModelShape:
         return self.head or self.embedding
 
     def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape | StateShape, KVForm]]:
-        """Return the cache of each layer and its form.
+        """Yield the cache of each layer, and the form of the cache.
 
-        Caches of layers with a window are not quantized: they hold few tokens, and their errors cost accuracy.
+        Caches of layers with a window are not quantized: they hold few tokens, and errors in them cost accuracy.
         """
         plain = find_kv_form("auto", self.dtype)
         for index, layer in enumerate(self.layers):
@@ -92,5 +93,5 @@ class ModelShape:
 
     @property
     def attention_kinds(self) -> dict[str, int]:
-        """How many layers have each kind of cache, by a short description of the kind, in the order of the layers."""
+        """Number of layers with each kind of cache, keyed by a short description of the kind, in layer order."""
         return dict(Counter(layer.attention.describe() for layer in self.layers))

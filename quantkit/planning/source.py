@@ -1,6 +1,6 @@
-"""Conversion of user input to a model's shape: a model directory, config file, hub id, shape file or parameter count.
+"""Convert user input to a model's shape: a model directory, config file, hub id, shape file or parameter count.
 
-It reads no weights, and fetches only config.json from the hub.
+No weights are read, and only config.json is fetched from the hub.
 """
 
 import functools
@@ -46,7 +46,7 @@ KEYS = (
 def from_model(model: str | Path | None) -> ModelShape:
     """Return the shape of a model directory, a GGUF file, a config.json, or a hub id; None = the bundled demo model.
 
-    It counts shard headers if all shards exist, otherwise it uses the config.
+    The shape is counted from shard headers if all shards exist, otherwise from the config.
 
     Raises:
         ModelError: there is no such model, or its config lacks an entry.
@@ -79,7 +79,7 @@ def from_shape_file(path: str | Path) -> ModelShape:
         for key in data:
             if key not in KEYS:
                 raise ModelError(
-                    f"{file}: unknown entry {key!r}{suggestion(str(key), KEYS)}; entries are as in config.json"
+                    f"{file}: unknown entry {key!r}{suggestion(str(key), KEYS)}; use the names of config.json"
                 )
     return from_config(description_of(data, str(file)), str(data.get("name") or file.stem), "shape file")
 

@@ -13,7 +13,7 @@ RATES = {
     "loop_rate": "loop until they are cut off",
     "empty": "are empty",
     "other_script": "are in another script",
-    "right_format": "have the asked-for format",
+    "right_format": "have the requested format",
     "valid_calls": "call tools validly",
 }
 
@@ -21,7 +21,10 @@ _BRIEF = (30, 90, 3)  # characters before and after the first difference; number
 
 
 def behaviour_tables(report: Report, *, brief: bool = True) -> list[Table]:
-    """Return the tables with data: margins, rates, KL, and examples, which `brief` cuts around the first difference."""
+    """Return the tables that have data: margins, rates, KL and examples.
+
+    With `brief`, there are fewer examples, and they are cut around the first difference.
+    """
     behaviour = report.behaviour
     made = (
         *(margin_table(behaviour), rate_table(report.comparisons)),
@@ -48,7 +51,7 @@ def margin_table(behaviour: BehaviourResult | None) -> Table | None:
             (DECISIONS.get(m.kind, m.kind), m.num_decisions, m.num_prompts, m.baseline, m.value, m, m.flips)
             for m in behaviour.margins
         ),
-        note=f"With fewer than {MIN_PROMPTS} prompts no ratio is given." if few else "",
+        note=f"Decisions in fewer than {MIN_PROMPTS} prompts have no ratio." if few else "",
     )
 
 
@@ -94,7 +97,7 @@ def trace_table(behaviour: BehaviourResult | None) -> Table | None:
         title=f"KL on the original's answers, {behaviour.num_tokens:,} tokens, {number(behaviour.mean_kl)} on average",
         columns=(Column("quarter"), Column("by position", number), Column("by entropy, lowest first", number)),
         rows=tuple(zip(quarters, behaviour.quarter_kl, behaviour.entropy_kl, strict=False)),
-        note=f"Positions are quarters of {behaviour.max_tokens} tokens; entropies are separated at {entropy} nats.",
+        note=f"By position, a quarter of {behaviour.max_tokens} tokens each; by entropy, separated at {entropy} nats.",
     )
 
 

@@ -1,7 +1,7 @@
 """Compare size, accuracy and speed of several checkpoints, and find the Pareto front.
 
-A checkpoint is on the front if no other is at least as good in size, quality and speed and better in one of them. The
-originals take part in the comparison.
+A checkpoint is on the front if no other checkpoint is at least as good in size, quality and speed, and better in one of
+these. The originals are compared too.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class ComparedCheckpoint:
     Args:
         name: name, unique among the entries.
         num_bytes: bytes on disk; None if unknown.
-        bits_per_weight: average over the quantized linears.
-        quality: value of the quality metric that all entries have, see `CheckpointComparison.quality`.
-        recovery_text: recovery with its interval.
+        bits_per_weight: average over the quantized linears; None for an original.
+        quality: value of the compared quality metric, see `CheckpointComparison.quality`; None if not measured.
+        recovery_text: recovery with its interval, as text.
         perplexity_ratio, kl: perplexity ratio and KL to the original; None if not measured.
-        itl_s, ttft_s: medians of the first shared workload; None if not measured.
-        held: whether its gates held; None without gates.
-        on_front: whether it is on the Pareto front.
+        itl_s, ttft_s: median ITL and TTFT in the first workload that all reports have; None if not measured.
+        held: whether all gates held; None without gates.
+        on_front: whether the checkpoint is on the Pareto front.
     """
 
     name: str
@@ -159,9 +159,9 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
 
 
 def comparison_sentence(comparison: CheckpointComparison) -> str:
-    """Name the entries worth choosing, in one sentence."""
+    """Return one sentence that names the checkpoints on the Pareto front."""
     chosen = [entry.name for entry in comparison.entries if entry.on_front]
-    return f"{len(chosen)} of {len(comparison.entries)} are on the Pareto front: {', '.join(chosen)}."
+    return f"{len(chosen)} of {len(comparison.entries)} checkpoints are on the Pareto front: {', '.join(chosen)}."
 
 
 def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks: Sequence[str] = ()) -> str:
@@ -193,7 +193,7 @@ def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks:
 
 
 def _page_section(end: str, title: str, comparison: CheckpointComparison, remarks: Sequence[str]) -> PageSection:
-    """Create the section of one comparison; the suffix `end` makes its ids unique on the page."""
+    """Create the section of one comparison; the suffix `end` makes the section's ids unique on the page."""
     drawn = [
         _plot(comparison, f"by-size{end}", "size, MiB", lambda e: e.num_bytes and e.num_bytes / 2**20),
         _plot(comparison, f"by-speed{end}", "ITL, ms", lambda e: e.itl_s and 1e3 * e.itl_s),
@@ -205,10 +205,10 @@ def _page_section(end: str, title: str, comparison: CheckpointComparison, remark
             *remarks,
             *comparison.warnings,
             (
-                "A checkpoint is on the front if no other is at least as good in size, quality and speed, and better "
-                "in one of them."
+                "A checkpoint is on the front if no other checkpoint is at least as good in size, quality and speed, "
+                "and better in one of these."
             ),
-            "The plots show the numbers of the table; each plot draws the front of its two axes.",
+            "The plots show the numbers of the table. Each plot draws the front for the two quantities on its axes.",
         ],
         figures=[figure for figure in drawn if figure is not None],
         tables=[checkpoints_table(comparison)],
@@ -218,7 +218,7 @@ def _page_section(end: str, title: str, comparison: CheckpointComparison, remark
 def _plot(
     comparison: CheckpointComparison, name: str, x_label: str, cost: Callable[[ComparedCheckpoint], float | None]
 ) -> str | None:
-    """Plot quality against one cost, with the front of these two."""
+    """Plot quality against one cost, with the Pareto front of these two; None if no entry has both."""
     known = [
         (position, entry.name, float(x), entry.quality)
         for position, entry in enumerate(comparison.entries, 1)
@@ -232,7 +232,7 @@ def _plot(
 
 
 def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[ComparedCheckpoint]:
-    """Set `on_front` of the entries; only entries with known size and quality take part."""
+    """Return copies of the entries in which `on_front` is set. Entries without size or quality are not on the front."""
     # Speed counts only if every entry was timed; otherwise an entry without times would win or lose by default.
     timed = all(e.itl_s is not None for e in entries)
     costs = {
@@ -251,7 +251,7 @@ def _shared_workload(reports: Sequence[Report]) -> str:
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:
-    """Append a number to repeated names."""
+    """Return the names, with a number appended to each name that occurs several times."""
     return [
         name if names.count(name) == 1 else f"{name} ({names[: i + 1].count(name)})" for i, name in enumerate(names)
     ]
@@ -269,6 +269,6 @@ def _warnings(reports: Sequence[Report]) -> list[str]:
             "The checkpoints were evaluated on different tasks, so their mean recoveries are not comparable.",
         ),
         (len(machines) > 1, "The checkpoints were timed on different machines, so their latencies are not comparable."),
-        (any(not r.baseline_model for r in reports), "A report has no original, so it has no recovery."),
+        (any(not r.baseline_model for r in reports), "A report does not include its original, so it has no recovery."),
     )
     return [sentence for holds, sentence in warnings if holds]

@@ -93,12 +93,12 @@ def report_tables(report: Report) -> list[Table]:
 
 
 def plain(text: str) -> str:
-    """Escape untrusted text as one line of Markdown without HTML."""
+    """Return untrusted text as one line of Markdown in which HTML tags are escaped."""
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", " ".join(text.split()))
 
 
 def _without_paths(report: Report) -> Report:
-    """Replace directories of this machine in a report by names."""
+    """Return a copy of a report in which paths on this machine are shortened to their last part."""
     model, original, made = report.model, report.baseline_model, report.compression
     if original is not None and not original.hub_id:
         original = replace(original, name=PurePath(original.name).name)
@@ -114,7 +114,7 @@ def front_matter(origin: Mapping[str, Any], format_name: str, *tags: str) -> str
     """Render the front matter of a card for the hub as YAML.
 
     Args:
-        origin: entries of the source model's card; None = unknown.
+        origin: entries of the source model's card; entries that are None are left out.
         format_name: on-disk format.
         tags: further tags.
     """
@@ -141,7 +141,7 @@ def markdown_table(table: Table) -> str:
 
 
 def loading(format_name: str, path: str, engines: Sequence[EngineReading]) -> str:
-    """Render how to load a checkpoint: a command for each loader of the format, and a table of engines that read it.
+    """Render a section on loading a checkpoint: code for each program that loads the format, and a table of engines.
 
     Args:
         format_name: on-disk format.
@@ -161,7 +161,7 @@ def loading(format_name: str, path: str, engines: Sequence[EngineReading]) -> st
 
 
 def _format(name: str) -> Format | None:
-    """Return the format of that name; None if it is unknown, e.g. written by a newer version."""
+    """Return the format with this name; None if the name is unknown, e.g. written by a newer version of quantkit."""
     from quantkit.formats import REGISTRY  # imports torch, which only a card needs
 
     known: Format | None = REGISTRY.all().get(name)
@@ -192,7 +192,7 @@ def read_report(path: Path | str) -> Report:
 
 
 def json_ready(value: Any) -> Any:
-    """Replace with None the numbers that JSON cannot represent: NaN and infinities."""
+    """Return a copy of a value in which None replaces the numbers that JSON cannot represent: NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -225,7 +225,7 @@ def render_junit(report: Report) -> str:
     return f'<?xml version="1.0" encoding="utf-8"?>\n{printable(ElementTree.tostring(root, encoding="unicode"))}\n'
 
 
-# Words near the beginning of every such file that quantkit writes, keyed by file name.
+# Text near the beginning of each file that quantkit writes under these names, keyed by file name.
 SIGNS = {
     "report.json": '"bits_per_weight"',
     "junit.xml": 'testsuites name="quantkit ',
@@ -250,7 +250,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
         directory: directory, created if it does not exist.
     Returns:
         The files, keyed by kind ("json", "junit", "card", "html"), and the reason why the page was not written, e.g. a
-        missing package; empty if it was.
+        missing package; the reason is empty if the page was written.
     Raises:
         OutputError, ResourceError: the directory cannot be written.
     """

@@ -1,6 +1,6 @@
 """Render `report.html`: one file that works offline, without scripts, in light and dark mode, in print and on phones.
 
-Its sections follow the order of a reader's decisions.
+The sections are in the order in which a reader needs them for a decision.
 """
 
 import re
@@ -20,13 +20,13 @@ from quantkit.results.statistics.summary import fit_gaps
 DEFINITIONS = (
     ("Recovery", "The model's score in per cent of the original's, on the same items. For perplexity, where lower "
         "is better, it is the original's perplexity in per cent of the model's."),
-    ("95 % interval", "For right-or-wrong items, Tango's score interval of the difference, and Nam and Blackwelder's "
-        "interval of the ratio. For other scores, and for perplexity, whose windows are the independent units, "
-        "Student's t. A mean over tasks gives all tasks equal weight."),
+    ("95 % interval", "For right-or-wrong items: Tango's score interval of the difference, and Nam and Blackwelder's "
+        "interval of the ratio. For other scores and for perplexity: the interval of Student's t, with the windows of "
+        "the text as independent items of perplexity. A mean over tasks gives all tasks equal weight."),
     ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's "
         "exact test for right-or-wrong items, Student's t otherwise.")),
-    ("Noise", "Change of the original's number when it computes in another dtype. A difference of at most this "
-        "size is called noise in both directions, so 101 % may be noise too."),
+    ("Noise", "Change of the original's number when the original computes in another dtype. A difference of at most "
+        "this size is called noise in both directions, so 101 % may be noise too."),
     ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
     ("Margin", "Logit of the token that the original chose, minus the highest logit of another token; each prompt "
      "counts once. A decision is flipped if the model's likeliest token is not the one that the original chose."),
@@ -113,7 +113,7 @@ def _fidelity(report: Report) -> PageSection | None:
 def _behaviour(report: Report) -> PageSection | None:
     shown: list[Table | None] = [*behaviour_tables.behaviour_tables(report, brief=False)]
     text = [
-        "Both models answered chat prompts with the same seeds. Margins and KL are those on the original's answers."
+        "Both models answered chat prompts with the same seeds. Margins and KL are measured on the original's answers."
     ]
     return _section("behaviour", "Behaviour", shown or [None], text=text)
 
@@ -152,7 +152,7 @@ def _speed(report: Report) -> PageSection | None:
         "Speed",
         [speed_tables.latency_table(runs), speed_tables.throughput_table(runs), speed_tables.fit_table(fits)],
         [plots.latency_plot(report, "TTFT"), plots.latency_plot(report, "ITL"), plots.context_plot(report)],
-        text=[f"The plots show {first}; the tables show every workload."],
+        text=[f"The plots show only the workload {first}; the tables show every workload."],
     )
 
 
@@ -166,8 +166,8 @@ def _roofline(report: Report) -> PageSection | None:
     table = speed_tables.roofline_table((label, r) for label, side in sides if side for r in side.roofline)
     text = [
         (
-            "Steps on the line cannot be faster on this machine. Decode steps are labelled by batch size, prefill "
-            "steps by tokens."
+            "A step on the line is as fast as this machine allows. Decode steps are labelled with their batch size, "
+            "prefill steps with their number of tokens."
         )
     ]
     return _section("roofline", "Roofline", [table], [plots.roofline_plot(report)], text=text, beside=True)
@@ -214,7 +214,7 @@ def render_page(**page: Any) -> str:
 
     Args:
         page: variables of the template: `title` and `subtitle`; `verdict`, one sentence; `held`, whether all gates held
-            (None without gates); `gates`; `key_figures`, each (name, figure, reference figure); and `sections`.
+            (None without gates); `gates`; `key_figures`, each (name, figure, explanation); and `sections`.
     Raises:
         ReportError: jinja2 is not installed.
     """
@@ -241,6 +241,6 @@ def _environment() -> Any:
 
 
 def keep_together(text: str) -> str:
-    """Keep numbers and units, and intervals, on one line with non-breaking spaces."""
+    """Replace the spaces between a number and its unit, and inside an interval, with non-breaking spaces."""
     text = re.sub(r"(?<=\d) (?=(?:[KMG]iB|B|ms|s|%)(?:\W|$))", "\u00a0", text)
     return re.sub(r"\([-+.\d]+ to [-+.\d]+\)", lambda match: match[0].replace(" ", "\u00a0"), text)

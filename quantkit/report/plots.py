@@ -71,7 +71,7 @@ def sensitivity_plot(sensitivity: SensitivityMap) -> str:
 
 
 def heat_edges(values: Sequence[float]) -> list[float]:
-    """Return the limits between the six shades, in equal ratios from the lower quartile to the largest value."""
+    """Return the five limits between the six shades, at equal ratios from the lower quartile towards the maximum."""
     ordered = sorted(max(value, 1e-12) for value in values)
     low, high = percentile(ordered, 25), max(ordered[-1], 1e-12)
     # Equal values would give equal edges, and so repeated labels.
@@ -86,7 +86,7 @@ def heat_step(value: float, edges: Sequence[float]) -> int:
 
 
 def heat_labels(edges: Sequence[float]) -> list[str]:
-    """Return the label of each shade, its upper limit."""
+    """Return the labels of all shades, which give their upper limits."""
     texts = [number(edge, 2) for edge in edges]
     return [*(f"to {text}" for text in texts), f"over {texts[-1]}"]
 
@@ -121,9 +121,7 @@ def latency_plot(report: Report, quantity: str) -> str | None:
 
 
 def context_plot(report: Report) -> str | None:
-    """Plot the median ITL by context length and the fitted line, for both models, in the first workload with one
-    request in flight.
-    """
+    """Plot the median ITL by context length, and a line fitted to all gaps, for both models in the first workload."""
     sides = [
         (label, run.context_gaps, line, style)
         for label, run, style in _first_runs(report)
@@ -216,7 +214,7 @@ def pareto_plot(name: str, points: Sequence[Point], *, x_label: str, y_label: st
 
     Args:
         name: one word, unique on the page.
-        points: checkpoints; their numbers label them.
+        points: checkpoints; each is labelled with its number.
         x_label, y_label: labels of the axes, with units.
         higher: whether higher quality values are better.
     """
@@ -256,8 +254,8 @@ def grouped_labels(points: Sequence[Point]) -> list[tuple[str, float, float]]:
 
 
 def _first_runs(report: Report) -> list[tuple[str, BenchmarkRun, Style]]:
-    """Return the first workload that both models ran, or the first of the model alone; the model comes last and is
-    drawn on top.
+    """Return (label, run, style) for the model's first workload: the original's run, if there is one, then the model's
+    run, which is drawn on top.
     """
     runs = [(("original", other, STYLES[0]), ("model", run, STYLES[1])) for run, other in report.paired_runs[:1]]
     return [(label, run, style) for sides in runs for label, run, style in sides if run is not None]

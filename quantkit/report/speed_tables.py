@@ -29,7 +29,7 @@ Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, 
 
 
 def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
-    """Yield the runs by workload, the original's before the model's."""
+    """Yield (label, run) for each workload: the original's run, if there is one, then the model's run."""
     for run, other in report.paired_runs:
         if other:
             yield f"{run.workload.name}, original", other
@@ -37,8 +37,8 @@ def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:
-    """Leave out the run that is only for the fits: its requests differ in length, so their latencies cannot be
-    summarized.
+    """Return the runs without the run that is only for the fits. The requests of that run differ in length, so their
+    latencies cannot be summarized.
     """
     return [(label, run) for label, run in runs if run.workload.name != SWEEP_NAME]
 
@@ -100,14 +100,14 @@ def fit_table(fits: Iterable[tuple[str, PolynomialFit | None]]) -> Table | None:
         columns=(Column(), *(Column(title, str) for title in titles)),
         rows=tuple(rows),
         note=(
-            "For ITL, tokens are those of the context; for TTFT, those of the prompt. a is the cost of weights and "
-            "overhead; for ITL, b is the cost of the KV cache."
+            "For ITL, the number of tokens is the context length; for TTFT, it is the prompt length. a is the cost of "
+            "weights and overhead; for ITL, b is the cost of the KV cache."
         ),
     )
 
 
 def memory_table(benchmark: BenchmarkResult | None, baseline: BenchmarkResult | None = None) -> Table | None:
-    """Create the table of memory by part: predicted, observed, and the original's if there is one."""
+    """Create the table of memory by part: predicted, observed, and observed for the original if there is one."""
     if benchmark is None or not benchmark.memory:
         return None
     columns = [Column("part"), Column("predicted", byte_size), Column("observed", byte_size)]
@@ -139,11 +139,11 @@ def _capacity(benchmark: BenchmarkResult) -> str:
 
 
 def roofline_table(records: Iterable[tuple[str, RooflineRecord]]) -> Table | None:
-    """Create the table of steps: bytes moved, operations, time, minimum time on this machine, and shares of its
-    ceilings.
+    """Create the table of steps: bytes moved, operations, time, minimum time on this machine, and shares of the
+    machine's ceilings.
 
     Args:
-        records: records, each with its model's name; "" if there is only one model.
+        records: (name of the model, record); the name is "" if there is only one model.
     """
     kept = list(records)
     if not kept:
@@ -189,13 +189,13 @@ def labelled_runs(results: Sequence[BenchmarkResult]) -> list[tuple[str, Benchma
 
 
 def explained_latency_table(runs: Sequence[tuple[str, BenchmarkRun]]) -> Table | None:
-    """Return the latency table of the report, with definitions of its terms."""
+    """Return the latency table, with definitions of TTFT, ITL and TPOT in its note."""
     table = latency_table(runs)
     return table and replace(table, note=f"{DEFINITIONS}\n{table.note}")
 
 
 def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
-    """Return the table of ratios of a model to the baseline, with the noise of their rounds."""
+    """Return the table that compares a model with a baseline: values, their ratio, its range over rounds, and noise."""
     titles = "model", short_name(baseline), "ratio", "rounds", "noise"
     rows = []
     for ratio in ratios:
@@ -209,8 +209,8 @@ def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
     return Table(
         columns=(Column("run"), Column("metric"), *(Column(title, str) for title in titles), Column("verdict")),
         rows=tuple(rows),
-        note="Medians, measured in turns (A B B A ...); a ratio of latencies below 1 is faster. Rounds: smallest and "
-        "largest ratio of a round. Noise: half the spread of a model's own rounds.",
+        note="Medians, measured in turns (A B B A ...). For latencies, a ratio below 1 means that the model is faster. "
+        "Rounds: smallest and largest ratio of a round. Noise: half the spread of a model's own rounds.",
     )
 
 
@@ -253,5 +253,8 @@ def cache_table(comparison: CacheComparison) -> Table:
             Column("ratio", "{:.1f}x".format),
         ),
         rows=tuple(comparison.marks()),
-        note=f"Time until this many tokens were generated, for a prompt of {comparison.cached.prompt_tokens}; {same}.",
+        note=(
+            f"Time until this many tokens were generated, for a prompt of {comparison.cached.prompt_tokens} tokens; "
+            f"{same}."
+        ),
     )

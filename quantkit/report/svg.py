@@ -105,7 +105,7 @@ def to_svg(figure: Figure, name: str, title: str, description: str) -> str:
 
 
 def _own_ids(text: str, name: str) -> str:
-    """Prefix the ids that are referenced, and remove the others."""
+    """Prefix all ids that are referenced with `name`, and remove all other ids."""
     # Several figures share one page, and matplotlib gives equal elements of different figures equal ids.
     used = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r"href=\"#([^\"]+)\"", text))
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)

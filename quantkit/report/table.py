@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """Escape control characters of untrusted text: terminal escape sequences and text-direction marks."""
+    """Escape control characters in untrusted text, such as terminal escape sequences and text-direction marks."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
@@ -23,7 +23,8 @@ class Column:
 
     Args:
         title: heading; empty for none.
-        show: function that formats a value. Columns with it are right-aligned; others hold text, left-aligned.
+        show: function that formats a value. A column with such a function is right-aligned; a column without one holds
+            text and is left-aligned.
         detail: whether to omit the column on a terminal that is too narrow for all columns.
     """
 
@@ -78,7 +79,7 @@ _ROWS = 2_000  # maximum to draw: rich takes a third of a millisecond for each
 
 
 def terminal_table(table: Table, console: Console) -> RenderableType:
-    """Render a table for a console; omit detail columns if it is too wide, and the last rows if it is too long.
+    """Render a table for a console; omit detail columns if the table is too wide, and the last rows if it is too long.
 
     Args:
         table: table to render.

@@ -90,7 +90,7 @@ NOTE = "These are predictions from the sources of these releases; they were not 
 
 
 def engine_table(title: str, readings: Sequence[EngineReading]) -> Table | None:
-    """Create the table of engines: version, how it reads the checkpoint, and the reason; None without readings.
+    """Create the table that says how each engine reads a checkpoint, and why; None without readings.
 
     Args:
         title: heading of the first column.
@@ -116,7 +116,7 @@ four_digits = partial(number, digits=4)
 
 
 def key_figures(report: Report) -> list[tuple[str, str, str]]:
-    """Return the most important figures: (name, figure, the original's figure)."""
+    """Return the most important figures: (name, figure, explanation)."""
     figures = []
     model, original = report.model, report.baseline_model
     if original is not None and original.num_bytes and model.num_bytes:
@@ -177,7 +177,7 @@ def verdict_table() -> Table:
 
 
 def length_table(comparisons: Sequence[Comparison]) -> Table | None:
-    """Create the table of answer lengths relative to the allowed band."""
+    """Create the table of answer lengths, and whether each is inside the allowed band."""
     low, high = LENGTH_BAND
     rows = tuple(
         (
@@ -198,7 +198,7 @@ def length_table(comparisons: Sequence[Comparison]) -> Table | None:
 
 
 def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None) -> Table | None:
-    """Create the table of the model's distances from the original, next to those of the original in another dtype."""
+    """Create the table of distances from the original: the model's, and those of the original in another dtype."""
     if fidelity is None:
         return None
     kinds: tuple[tuple[str, Callable[[FidelityResult], str]], ...] = (
@@ -206,7 +206,7 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
         ("99th percentile of KL", lambda f: number(f.p99_kl)),
         ("largest KL", lambda f: number(f.max_kl)),
         ("same likeliest token, share", lambda f: four_digits(f.top1_agreement)),
-        ("greedy text agrees for, tokens (median)", _first_divergence),
+        ("equal tokens before greedy texts differ (median)", _first_divergence),
         ("prompts whose greedy texts are equal", _agree_throughout),
     )
     rows = [(name, show(fidelity), None if noise is None else show(noise)) for name, show in kinds]
@@ -230,11 +230,12 @@ def _mean_kl(fidelity: FidelityResult) -> str:
 
 def _known_tokens(fidelity: FidelityResult) -> str:
     """Explain the bounds of a KL that was computed from the likeliest tokens."""
-    rest = "" if fidelity.remainder is None else f", to which the original gives {percent(100 * fidelity.remainder, 2)}"
+    share = "" if fidelity.remainder is None else f" (probability {percent(100 * fidelity.remainder, 2)})"
     return (
         f"Both models ran in {fidelity.engine}, which gives only the {fidelity.top} likeliest tokens of a position. "
-        f"All other tokens{rest} are merged in the lower bound; the upper bound assumes that they lost as much as the "
-        "known token that lost most. Gates, percentile and largest KL use the upper bound."
+        f"The lower bound treats all other tokens{share} as one token. The upper bound assumes that their probability "
+        "fell by the same factor as that of the known token that lost most. Gates, percentile and largest KL use the "
+        "upper bound."
     )
 
 
@@ -279,7 +280,7 @@ def _additivity_note(sensitivity: SensitivityMap) -> str:
 
 
 def sensitivity_table(sensitivity: SensitivityMap) -> Table:
-    """Create the table of the whole map."""
+    """Create the table of the whole sensitivity map."""
     values = {(record.layer, record.group): record.kl for record in sensitivity.records}
     return layer_table("KL of every fused group quantized alone, nats per token", values, number)
 

@@ -1,4 +1,4 @@
-"""Base class of all records: converts a record to plain data, and plain data back, checking every field's type.
+"""Base class of all records: converts a record to plain data and back, and checks the type of every field.
 
 Fields may hold records, tuples, dicts, None, numbers, text and flags. Other values are refused; the message gives the
 path of the field.
@@ -37,7 +37,7 @@ class Record:
 
     @classmethod
     def from_dict(cls: type[RecordType], data: Mapping[str, Any], *, where: str = "") -> RecordType:
-        """Inverse of `to_dict`, also after a round trip through JSON.
+        """Create a record from the result of `to_dict`, which may have been written as JSON and read back.
 
         Args:
             data: one entry per field; fields with a default may be absent.
@@ -87,7 +87,7 @@ def _as_current(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return {**_renamed(data), "schema_version": SCHEMA_VERSION}
     if version != SCHEMA_VERSION:
         raise ReportError(
-            f"{where} has schema version {version}, but this quantkit reads 1 to {SCHEMA_VERSION}; "
+            f"{where} has schema version {version}, but this quantkit reads versions 1 to {SCHEMA_VERSION}; "
             "run `quantkit verify` again with this version"
         )
     return data

@@ -1,11 +1,11 @@
-"""Records of a behaviour test: how clearly a model takes the original's decisions, and answers of both models."""
+"""Records of a behaviour test: how clearly a model prefers the original's decisions, and answers of both models."""
 
 from dataclasses import dataclass
 
 from quantkit.results._record import Record
 
 MIN_PROMPTS = 8
-"""The original must take a kind of decision in at least this many prompts, or it has no gates and no interval."""
+"""A kind of decision has gates and an interval only if the original makes it in at least this many prompts."""
 
 DECISIONS = {
     "tool": "starts a tool call",
@@ -52,7 +52,7 @@ class ExampleRecord(Record):
         prompt: last message of the conversation.
         original, model: the answers.
         parted: number of characters at the beginning that both answers share.
-        lost: property that the original's answer has and the model's lacks, e.g. "valid_calls"; empty if there is none.
+        lost: name of the rate in which the model's answer is worse, e.g. "valid_calls" or "loop_rate"; empty if none.
     """
 
     prompt: str
@@ -68,17 +68,19 @@ class BehaviourResult(Record):
 
     Args:
         prompts: name of the set of prompts.
-        num_prompts, num_seeds: each prompt is answered once per seed.
-        num_left_out: number of prompts left out: the chat template refuses them, or they exceed the context.
+        num_prompts: number of prompts.
+        num_seeds: number of answers to each prompt; each answer has its own seed.
+        num_left_out: number of prompts left out because the chat template refuses them or they exceed the context.
         max_tokens: maximum number of tokens of an answer.
         dialect: dialect in which the model writes tool calls: the name of a file in `quantkit.runtime.dialects`.
-        num_tokens: tokens of the original's answers.
-        mean_kl: mean KL(original || model) of these tokens, nats.
+        num_tokens: number of tokens in the original's answers.
+        mean_kl: mean KL(original || model) over these tokens, nats.
         quarter_kl: mean KL of the tokens in each quarter of `max_tokens`; None for a quarter that no answer reaches.
-        entropy_kl: mean KL of each quarter of the tokens, sorted by the entropy of the original's distribution.
-        entropy_limits: entropies that separate these quarters, nats.
+        entropy_kl: mean KL in each quarter of the tokens, with the tokens sorted by the entropy of the original's
+            distribution.
+        entropy_limits: entropies that separate the quarters of `entropy_kl`, nats.
         margins: one record per kind of decision that occurs.
-        examples: answers side by side; first those with a `lost` property.
+        examples: answers of both models that differ; first those in which the model's answer is worse.
     """
 
     prompts: str

@@ -12,7 +12,7 @@ from typing import Literal
 from quantkit.results._record import Record
 
 SWEEP_NAME = "sweep"
-"""Name of the run with prompts of different lengths: TTFT is fitted against prompt length, ITL against context."""
+"""Name of the run with prompts of different lengths, which shows how latency depends on the number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class RequestTiming(Record):
         prompt_tokens: length of the prompt.
         arrived_s: time when the request was due (poisson) or was sent (closed).
         token_s: time when each new token was returned; tokens of one speculative step share a time.
-        finished_s: time when the request ended; None if it did not.
+        finished_s: time when the request ended; None if it did not end.
         cached_tokens: prompt tokens found in the prefix cache.
     """
 
@@ -71,7 +71,7 @@ class RequestTiming(Record):
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token; None if none came."""
+        """Time to the first token; None if no token came."""
         return self.token_s[0] - self.arrived_s if self.token_s else None
 
     @property
@@ -121,12 +121,12 @@ class BenchmarkRun(Record):
 
     @property
     def latencies(self) -> dict[str, tuple[float, ...]]:
-        """Return TTFT, ITL and TPOT by name."""
+        """Latencies of the run, keyed by name: TTFT, ITL and TPOT."""
         return {"TTFT": self.ttft_s, "ITL": self.inter_token_s, "TPOT": self.tpot_s}
 
     @property
     def context_gaps(self) -> tuple[tuple[int, float], ...]:
-        """Return (tokens in the cache, gap) of each step of all requests; ITL = a + b * context is fitted to these."""
+        """(tokens in the cache, gap) of each step of all requests, to which ITL = a + b * context is fitted."""
         # During gap i, counted from 1, the step reads the prompt and i new tokens.
         return tuple((t.prompt_tokens + i, gap) for t in self.requests for i, gap in enumerate(t.inter_token_s, 1))
 
@@ -167,7 +167,7 @@ class MemoryRecord(Record):
         part: "weights", "kv pool", "activations", "graphs", "reserve", or "peak" for their sum.
         predicted_bytes: bytes computed before loading; None if they cannot be predicted.
         observed_bytes: bytes measured; None if they cannot be measured.
-        note: e.g. how many tokens the KV pool can hold.
+        note: remark, e.g. how many tokens the KV pool can hold.
     """
 
     part: str
@@ -192,8 +192,8 @@ class RooflineRecord(Record):
         bytes_moved: bytes of weights, KV cache and activations that the step must read and write.
         flops: operations of the step; a multiply-add counts as two.
         seconds: median time of the step.
-        copy_bytes_per_s: bandwidth of a large copy here (bytes read + written).
-        gemm_flops_per_s: operations per second of a large matrix product here, in the arithmetic of the step.
+        copy_bytes_per_s: bandwidth of a large copy on this machine (bytes read + written).
+        gemm_flops_per_s: operations per second of a large matrix product on this machine, in the step's arithmetic.
     """
 
     phase: Literal["prefill", "decode"]
@@ -273,7 +273,7 @@ class BenchmarkResult(Record):
     settings: dict[str, str] = field(default_factory=dict)
 
     def find_run(self, name: str) -> BenchmarkRun | None:
-        """Return the run of the workload of that name, or None."""
+        """Return the run of the workload with this name, or None."""
         return next((run for run in self.runs if run.workload.name == name), None)
 
     def memory_part(self, part: str) -> MemoryRecord | None:

@@ -16,8 +16,8 @@ class EngineReading(Record):
         engine, release: engine and its version.
         reads: "fast", "slow", "unknown" (no rule applies), "wrong" (the engine loads the checkpoint but computes wrong
             numbers) or "no"; the worst case of all linears.
-        reason: why the engine reads the checkpoint in this way, or the name of its kernel.
-        source: file and function in the engine's source.
+        reason: why the engine reads the checkpoint in this way, or the name of the kernel that computes with it.
+        source: file and function in the engine's source code that the prediction is based on.
         cache: how the engine stores the KV cache, if not as the checkpoint requests.
         error: the engine's own error message if it refuses the checkpoint; "" = not known.
     """
@@ -45,13 +45,13 @@ class LinearRecord(Record):
         scheme: short form of its scheme, e.g. `int4 g128`.
         shape: (outputs, inputs).
         bits_per_weight: bits of codes, scales and zero points divided by the number of weights.
-        rounding_error: relative error of round-to-nearest with absmax ranges, applied to the weight before any step
-            folded scales into it (but after a rotation of the model).
+        rounding_error: relative error of round-to-nearest with absmax ranges, for the weight as it is before any step
+            folds scales into it, but after a rotation of the model.
         error: relative error of the written weight.
         measure: how both errors were measured. "held-out": error of the linear's outputs relative to the original
-            model, on tokens that calibration did not use, with inputs from the quantized model; "calibration": the same
-            on calibration tokens, if no others are left; "weight": ||dW|| / ||W||, without data; "output" (earlier
-            documents): ||X dW|| / ||X W|| on calibration inputs X.
+            model, on tokens that calibration did not use, with inputs from the quantized model; "calibration": the
+            same error on calibration tokens, if there are no other tokens; "weight": ||dW|| / ||W||, without data;
+            "output" (earlier documents): ||X dW|| / ||X W|| on calibration inputs X.
     """
 
     name: str
@@ -69,12 +69,13 @@ class CacheRecord(Record):
 
     Args:
         scheme: scheme of keys and values, as in config.json under `quantkit_kv_cache`.
-        key_scale, value_scale: fixed scales, one or one per head; empty if every token has its own scale.
-        largest_key, typical_key: the largest magnitude of any key, and the root mean square of a head's typical
-            channel, for the head where that is smallest; None without data.
-        noise_asked: estimated rounding noise of the worst head with the recipe's scheme for keys. It is a share of the
-            mean square of an ordinary channel, which is the median over the head's channels.
-        noise: the same share with the chosen scheme for keys.
+        key_scale, value_scale: fixed scales: a single one, or one per head; empty if every token has its own scale.
+        largest_key: largest magnitude of any key; None without data.
+        typical_key: root mean square of an ordinary channel of keys, the smallest over all heads; None without data. A
+            head's ordinary channel is the channel whose mean square is the median over the head's channels.
+        noise_asked: estimated rounding noise of the worst head with the recipe's scheme for keys, as a share of the
+            mean square of the head's ordinary channel.
+        noise: as `noise_asked`, with the chosen scheme for keys.
     """
 
     scheme: dict[str, Any]
@@ -94,7 +95,8 @@ class LayerRecord(Record):
         index: layer number; the first layer is 0.
         name: full module name, e.g. `model.layers.0`.
         linears: one record per linear.
-        output_snr_db: signal-to-noise ratio of the quantized layer's output for the same inputs; None without data.
+        output_snr_db: signal-to-noise ratio of the quantized layer's output, compared with the output of the original
+            layer for the same inputs; None without data.
         notes: unusual events, e.g. raised damping; one sentence each.
         seconds: wall time by phase ("load", "steps", "write", ...).
         peak_bytes: highest resident memory of the process so far.
@@ -121,7 +123,7 @@ class CalibrationRecord(Record):
         num_samples: number of sequences.
         num_tokens: number of tokens in all sequences, including image tokens.
         num_with_images: number of sequences with images.
-        num_held_out: number of further tokens that are kept out of calibration and used to measure errors.
+        num_held_out: number of further tokens that calibration does not use, so that errors can be measured on them.
     """
 
     num_samples: int
@@ -131,9 +133,9 @@ class CalibrationRecord(Record):
 
     def describe(self) -> str:
         """Return a short form for tables."""
-        images = f", {self.num_with_images} of them with images" if self.num_with_images else ""
-        held_out = f", and {self.num_held_out:,} held out" if self.num_held_out else ""
-        return f"{self.num_samples} samples of {self.num_tokens:,} tokens{images}{held_out}"
+        images = f" ({self.num_with_images} with images)" if self.num_with_images else ""
+        held_out = f"; {self.num_held_out:,} other tokens held out" if self.num_held_out else ""
+        return f"{self.num_samples} samples{images}, {self.num_tokens:,} tokens in all{held_out}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,11 +162,11 @@ class TowerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionResult(Record):
-    """Result of `quantkit quantize`, as printed by `--json` and kept in `quantkit.json`.
+    """Result of `quantkit quantize`, as printed by `--json` and stored in `quantkit-run.json`.
 
     Args:
         model: the model that was compressed, as the user named it.
-        output: directory of the finished checkpoint.
+        output: directory or GGUF file of the finished checkpoint.
         recipe: name of the recipe.
         format: on-disk format.
         num_layers: number of decoder layers.
@@ -173,7 +175,7 @@ class CompressionResult(Record):
         bits_per_weight: average over the quantized linears, including scales and zero points.
         source_bytes, output_bytes: bytes of all tensors before and after.
         layers: one record per layer.
-        warnings: warnings of the calibration linter and the run.
+        warnings: warnings about the calibration data and the run.
         seconds: wall time by phase, over all layers.
         peak_bytes: highest resident memory of the process, as the kernel reports it.
         resumed_layers: number of layers reused from an interrupted run.
@@ -270,8 +272,8 @@ class CheckpointSummary(Record):
     """Result of `quantkit inspect`.
 
     Args:
-        path: directory.
-        architecture: class name of config.json.
+        path: directory or GGUF file.
+        architecture: class name in config.json, or architecture in the metadata of a GGUF file.
         format: on-disk format; "dense" if nothing is quantized.
         num_parameters: number of weights; a code counts as one weight.
         num_bytes: tensor bytes on disk.

@@ -20,7 +20,7 @@ class SampleRecord(Record):
     Args:
         task: name of the task.
         index: position of the item in the task; task and index identify the item.
-        scores: score by metric; 1.0 or 0.0 for right or wrong answers.
+        scores: scores, keyed by metric; 1.0 or 0.0 for right or wrong answers.
         answer_tokens: length of the generated answer; None if nothing was generated.
         item_hash: hash of the item's text, so that only equal items are paired; empty if unknown.
         answer: the generated text, if it was kept.
@@ -82,10 +82,11 @@ class PerplexityResult(Record):
         data: name of the text.
         window: tokens per window.
         stride: tokens between the starts of two windows; a token is scored in the first window that contains it.
-        through: "prefill" scores a window in one pass, "decode" token by token through the cache.
+        through: "prefill" scores a window in one pass; "decode" scores it token by token through the cache.
         window_nll: summed negative log-likelihood (nats) of the tokens scored in each window.
         window_tokens: number of tokens scored in each window.
-        read_tokens: number of the text's first tokens that the windows cover; None = a record of an earlier version.
+        read_tokens: number of tokens, from the beginning of the text, that the windows cover; None in records of an
+            earlier version.
         text_tokens: number of tokens of the whole text.
     """
 
@@ -175,8 +176,9 @@ class FidelityResult(Record):
         engine: engine that ran both models.
         mean_kl_low: lower bound of the mean KL if only the likeliest tokens of each position are known; `mean_kl` is
             then the upper bound. None if whole distributions were compared.
-        top: number of likeliest tokens per position.
-        remainder: mean probability of all other tokens under the original.
+        top: number of likeliest tokens that are known per position; None if whole distributions were compared.
+        remainder: mean probability that the original gives to all other tokens; None if whole distributions were
+            compared.
     """
 
     data: str
@@ -194,13 +196,13 @@ class FidelityResult(Record):
     remainder: float | None = None
 
     def within(self, noise: Self) -> tuple[float, float]:
-        """Bound the `mean_kl` that the same two models would have in another dtype.
+        """Return lower and upper bounds of the `mean_kl` that the same two models would have in another dtype.
 
         A small KL is half a squared distance, so the triangle inequality holds for the square roots of KL. The bounds
-        assume that the change of dtype moves the model as far as the original.
+        assume that the change of dtype moves the model as far as it moves the original.
 
         Args:
-            noise: distance between the original in the other dtype and the original in this one.
+            noise: distance between the original in the other dtype and the original in this dtype.
         """
         low = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low
         # A file may hold a negative KL. Products instead of powers: a power that overflows is an error, not infinite.
@@ -235,7 +237,7 @@ class SensitivityProposal(Record):
 
     Args:
         action: "ignore" the fused groups, or give them "more bits".
-        groups: (layer, fused group), ordered by sensitivity per byte.
+        groups: (layer, fused group) of each group to change, the most sensitive per byte first.
         overrides: arguments for `quantkit quantize --set`, ready to paste.
         predicted_kl: predicted KL after the change.
         extra_bytes: additional bytes on disk.
@@ -256,8 +258,8 @@ class SensitivityMap(Record):
         data: name of the text.
         num_tokens: number of compared positions.
         records: one record per fused group, in the order of the model.
-        total_kl: KL with all groups quantized at once; close to the sum of the records if groups do not interact.
-        proposal: proposed change of the recipe; None if no change is needed.
+        total_kl: KL with all groups quantized at once; close to the sum of the groups' KL if groups do not interact.
+        proposal: proposed change of the recipe; None if no change is needed, or none was found.
     """
 
     data: str

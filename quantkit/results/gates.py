@@ -33,13 +33,13 @@ class Metric:
 
     Args:
         kind: topic of the metric: "accuracy", "behaviour", "speed" or "memory".
-        read: returns a report's values keyed by subject, the default first; None or an absent key = not measured.
-        low, high: plausible limits; a limit outside them probably has the wrong unit.
-        unit: unit of the limit, for the message about a limit outside them.
+        read: function that returns a report's values, keyed by subject, the default subject first; None = not measured.
+        low, high: range of plausible limits; a limit outside this range probably has the wrong unit.
+        unit: unit of the limit, for the message about an implausible limit.
         over: like `read`, but returns differences to the original, for limits with a plus sign; None = the metric has
             no such limits.
         subjects: all possible subjects; empty = any.
-        lacks: returns why a report has no value for a subject; None = the only reason is that it was not measured.
+        lacks: function that returns why a report has no value for a subject; None = only because it was not measured.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Metric:
     lacks: Callable[[Report, str | None], str] | None = None
 
     def values(self, report: Report, *, over: bool = False) -> Values:
-        """Return the measured values keyed by subject; with `over`, their differences to the original's."""
+        """Return the measured values, keyed by subject; with `over`, their differences from the original's values."""
         read = self.over if over and self.over else self.read
         return {subject: value for subject, value in read(report).items() if value is not None}
 
@@ -93,7 +93,7 @@ def _fidelity(name: str) -> Read:
 
 
 def _margins(read: Callable[[MarginRecord], float | None]) -> Read:
-    """Return a function that reads a value of each kind of decision that occurs in enough prompts."""
+    """Return a function that reads one value for each kind of decision that occurs in enough prompts, keyed by kind."""
 
     def numbers(report: Report) -> dict[str, float | None]:
         known = report.behaviour.margins if report.behaviour else ()
@@ -103,18 +103,18 @@ def _margins(read: Callable[[MarginRecord], float | None]) -> Read:
 
 
 def _flips(report: Report) -> dict[str, float | None]:
-    """Return the share of flipped decisions: of all kinds together, if enough prompts have any, and of each kind."""
+    """Return the share of flipped decisions for each kind with enough prompts, and for all kinds together (key "")."""
     behaviour = report.behaviour
     enough = behaviour is not None and sum(each.num_prompts for each in behaviour.margins) >= MIN_PROMPTS
     return {"": behaviour.flips if behaviour and enough else None, **_margins(lambda each: each.flips)(report)}
 
 
 def _too_few(report: Report, kind: str | None) -> str:
-    """Return a message: the original takes this kind of decision in too few prompts."""
+    """Return why a kind of decision has no value: the original makes it in too few prompts; "" without behaviour."""
     if report.behaviour is None:
         return ""
     counts = {each.kind: each.num_prompts for each in report.behaviour.margins}
-    count, what = (sum(counts.values()), "decides") if kind is None else (counts.get(kind, 0), DECISIONS[kind])
+    count, what = (sum(counts.values()), "makes decisions") if kind is None else (counts.get(kind, 0), DECISIONS[kind])
     return f"the original {what} in {count} prompts, fewer than the {MIN_PROMPTS} needed"
 
 
@@ -137,7 +137,7 @@ def _quotient(value: float | None, baseline: float | None) -> float | None:
 
 
 def _memory_ratio(report: Report) -> dict[str, float | None]:
-    """Return the ratio of weight bytes in memory to the original's, or of bytes on disk if memory was not observed."""
+    """Return the model's weight bytes in memory divided by the original's, or the ratio on disk if not observed."""
     ours = report.benchmark and report.benchmark.memory_part("weights")
     theirs = report.baseline_benchmark and report.baseline_benchmark.memory_part("weights")
     if ours and theirs and ours.observed_bytes and theirs.observed_bytes:
@@ -202,7 +202,7 @@ EXAMPLES = "recovery>=98.9, perplexity_ratio<=1.05, kl<=0.02, recovery[demo_fact
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """One gate: `metric[subject] operator limit`; `over`: the limit has a plus sign and is one of the difference."""
+    """One gate: `metric[subject] operator limit`; with `over`, the limit has a plus sign and limits a difference."""
 
     text: str
     metric: str
@@ -262,12 +262,12 @@ def behaviour_gates(report: Report) -> list[str]:
 
 
 def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
-    """Return the most promising change, in one line.
+    """Return the change that is most likely to make a gate hold, in one line.
 
     Args:
         report: the report; its sensitivity map and diagnosis are used if present.
         gate: the gate that failed.
-        measured: whether its metric was measured.
+        measured: whether the gate's metric was measured.
     """
     if not measured:
         return "run `quantkit verify` with the original as --baseline, and enable the measurement that this gate needs"
@@ -291,7 +291,7 @@ def _accuracy_remedy(report: Report) -> str:
         return f"the most sensitive parts are {names}: ignore them or give them more bits"
     if report.compression is not None and report.compression.layers:
         names = ", ".join(name for name, _ in report.compression.worst_linears(3))
-        return f"the largest errors are in {names}: ignore these, or use smaller groups or more bits"
+        return f"the largest errors are in {names}: ignore these linears, or use smaller groups or more bits"
     return "use smaller groups (`--set weights.group_size=32`), a calibrated recipe such as awq-int4, or 8 bits"
 
 
@@ -312,8 +312,8 @@ def _speed_remedy(report: Report) -> str:
         gain = f", expected: {advice.expected_gain}" if advice.expected_gain else ""
         return f"{advice.statement.rstrip('.')}: {advice.advice.rstrip('.')}{gain}"
     return (
-        "for one user at a time, use fewer weight bits and a quantized head; for many users, a quantized KV cache or "
-        "8-bit weights and activations"
+        "for one user at a time, use fewer weight bits and a quantized head; for many users, use a quantized KV cache "
+        "or 8-bit weights and activations"
     )
 
 
@@ -324,7 +324,7 @@ def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResu
         report: the report.
         gates: parsed gates, or their texts.
     Raises:
-        GateError: a gate is not valid, or it names a task or workload that the report lacks although it has others.
+        GateError: a gate is not valid, or names a task or workload that is not among those of the report.
     """
     return [_judge(report, gate if isinstance(gate, Gate) else parse_gate(gate)) for gate in gates]
 
@@ -356,13 +356,13 @@ def _judge(report: Report, gate: Gate) -> GateResult:
 
 
 def _pick(gate: Gate, values: Values) -> float | None:
-    """Return the gate's value; without a subject the first, or the worst for metrics in `WORST_COUNTS`."""
+    """Return the value that a gate limits. Without a subject, this is the first value or the worst (`WORST_COUNTS`)."""
     if gate.subject is not None:
         # If nothing was measured, the gate fails; a subject that is missing among others is a typing error.
         if values and gate.subject not in values:
             raise GateError(
                 f"gate {gate.text!r}: no {gate.metric} of {gate.subject!r}{suggestion(gate.subject, values)}; "
-                f"the report has {', '.join(name for name in values if name)}"
+                f"the report has {', '.join(name or gate.metric + ' without brackets' for name in values)}"
             )
         return values.get(gate.subject)
     if not values:

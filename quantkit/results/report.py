@@ -23,11 +23,11 @@ class Comparison(Record):
         metric: name of the compared metric, e.g. "acc".
         baseline, value: the original's and the model's number.
         difference: value - baseline; for perplexity, the test uses the logarithm of the ratio instead.
-        low, high: 95 % interval of `difference`; None if samples and standard errors are missing.
+        low, high: 95 % interval of `difference`; None if both samples and standard errors are missing.
         p_value: p value of the paired test; None if there is nothing to test.
         recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; if lower is better,
             baseline as per cent of value. None if baseline is 0.
-        noise_floor: difference that another dtype alone makes in the original; None if it was not measured.
+        noise_floor: change that another dtype alone can cause in the original's number; None if it was not measured.
         num_samples: number of compared pairs.
         higher_is_better: direction of `metric`.
         verdict: "noise": within the noise floor; "no difference seen": not significant; else "better" or "worse".
@@ -63,7 +63,7 @@ class GateResult(Record):
         limit: the limit.
         value: the measured value; None if it was not measured, and the gate then fails.
         held: whether the gate held.
-        explanation: one sentence with both numbers.
+        explanation: one sentence with the value and the limit.
         remedy: what to change; None if the gate held.
     """
 
@@ -88,10 +88,10 @@ class ModelFacts(Record):
         num_parameters: number of weights.
         num_bytes: tensor bytes on disk.
         bits_per_weight: average over the quantized linears; None for an original.
-        architecture: class name of config.json.
+        architecture: class name in config.json.
         scheme: short form of the scheme, e.g. "int4 g128".
         hub_id: id on the Hugging Face hub; None for a local model.
-        license: license in the source's model card; None if unknown.
+        license: license that the model's card names; None if unknown.
         engines: predictions of how engines read the checkpoint.
     """
 
@@ -119,7 +119,7 @@ class Environment(Record):
         num_threads: number of computing threads.
         device: "cpu", or the name of the accelerator.
         seeds: seeds keyed by purpose.
-        hashes: hashes of source, checkpoint, data and recipe.
+        hashes: hashes of the checkpoint's files, of the text, and of the inputs of the compression, keyed by name.
         command: command line; empty if run from Python.
         created: ISO date and time; empty if it is not recorded, so that equal runs give equal reports.
     """
@@ -207,7 +207,7 @@ class CandidateRecord(Record):
     Args:
         name: name of the candidate, e.g. "int4:32", or "skip" for unquantized weights.
         bits_per_weight: stored bits per weight, including scales, if every group uses it.
-        sum_kl: sum of the KL of the groups, each quantized alone.
+        sum_kl: sum of the groups' KL, with each group quantized alone.
     """
 
     name: str
@@ -222,8 +222,8 @@ class GroupChoice(Record):
     Args:
         layer: index of the decoder layer.
         group: name of the group, e.g. "q/k/v", "o", "gate/up", "down".
-        modules: full names of its linears.
-        num_weights: number of its weights.
+        modules: full names of the group's linears.
+        num_weights: number of weights in the group.
         choice: name of the chosen candidate.
         bits_per_weight: stored bits per weight, including scales.
         kl: mean KL to the original with only this group quantized, nats per token.
@@ -251,16 +251,18 @@ class SearchResult(Record):
         bits_per_weight: stored bits per weight, including scales and zero points, over all linears that the search may
             change; linears that it leaves unquantized count with their stored bits.
         output_bytes: bytes of all tensors of the compressed model.
-        candidates: candidates of each fused group.
+        candidates: one record per candidate.
         groups: chosen candidate of each fused group.
         data: name of the text.
-        num_tokens: number of positions used for sensitivities; the expected and measured KL use about as many others.
-        sum_kl: sum of the KL of the chosen groups, each quantized alone.
-        search_kl: KL of all chosen groups together, on the tokens used for the choice (lower than on other tokens).
-        expected_kl: KL of all chosen groups together, on tokens that the search did not use; measured before the model
-            is compressed with the recipe.
+        num_tokens: number of positions used for sensitivities; the expected and the measured KL use about as many other
+            positions.
+        sum_kl: sum of the groups' KL, with each group quantized alone by its chosen candidate.
+        search_kl: KL with all groups quantized by their chosen candidates, on the tokens used for the choice; usually
+            lower than on other tokens.
+        expected_kl: as `search_kl`, on tokens that the search did not use; measured before the model is compressed with
+            the recipe.
         measured_kl: KL of the model compressed with the recipe, on the tokens of `expected_kl`.
-        recovery: per cent of the original's task scores, if that was the target.
+        recovery: task scores in per cent of the original's; None if recovery was not the target.
         notes: unusual events.
         seconds: wall time of this process.
     """
@@ -299,11 +301,11 @@ class TrialRecord(Record):
         model: model as given by the user, "demo" for the bundled one.
         recipe: name of the recipe.
         identity: everything that determines the trial's figures, except times.
-        exit_code: exit code of its last command; 0 = done, 130 = not finished.
+        exit_code: exit code of the trial's last command; 0 = done, 130 = not finished.
         reason: reason why there is no report.
         attempts: number of attempts.
         seconds: wall time of the last attempt.
-        report: report about its checkpoint.
+        report: report about the trial's checkpoint; None if the trial is not finished or failed.
     """
 
     name: str

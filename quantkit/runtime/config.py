@@ -1,6 +1,7 @@
 """Settings of an engine, defined once for `LLM`, the scheduler, the caches and the command line.
 
-It imports no torch, so `--help` stays fast. Values that depend on a model or device are checked where these are known.
+This module imports no torch, so `--help` stays fast. Values that depend on a model or device are checked later, where
+the model and the device are known.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ DTYPES_BY_SHORT_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"
 TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 """Default of `token_budget`, the number of new tokens per step, by device type.
 
-A step has fixed costs, which more tokens hide. On a GPU the largest one is dequantizing the packed weights: about 10 ms
-for an 8B model with INT4 weights on an H100. The matrix products of a step take equally long for 512 tokens, and four
-times as long for 2048. With more tokens, sequences that decode beside a prompt would wait too long, and a step would
-need more memory. vLLM's servers also use 2048, and 8192 on an H100 or larger.
+A step has fixed costs, so with more tokens per step each token costs less. On a GPU the largest fixed cost is
+dequantizing the packed weights: about 10 ms for an 8B model with INT4 weights on an H100. The matrix products of a step
+take about 10 ms for 512 tokens, and about 40 ms for 2048. With more than 2048 tokens, sequences that decode beside a
+prompt would wait too long, and a step would need more memory. vLLM's servers also use 2048, and 8192 on an H100 or
+larger.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Settings of an engine: the keyword arguments of `LLM`. A comment beside each field explains it.
+    """Settings of an engine: the keyword arguments of `LLM`. The text in each field's `setting` explains the field.
 
     Raises:
         InputError: `memory` is not a size.
@@ -42,14 +44,14 @@ class EngineConfig:
     """
 
     device: str | torch.device = setting("auto", "Where to compute.", flag="--device auto|cpu|cuda[:i]")
-    dtype: str | torch.dtype = setting("auto", "Arithmetic to compute in.", flag="--dtype auto|bf16|fp16|fp32")
+    dtype: str | torch.dtype = setting("auto", "Dtype to compute in.", flag="--dtype auto|bf16|fp16|fp32")
     kv_cache: str = setting("auto", "Number type of keys and values in the cache.", flag="--kv-cache", choices=KV_TYPES)
     memory: int | str | None = setting(
         None, "Memory for the KV cache, e.g. 4GiB.", flag="--kv-memory SIZE", shown="what the model can use"
     )
     kv_budget: int | float | str | None = setting(
         None,
-        "Tokens of each sequence that the KV cache keeps, such as 2k, or a share of the context, such as 25%.",
+        "Tokens that the KV cache keeps of each sequence: a number such as 2k, or a share of the context such as 25%.",
         flag="--kv-budget TOKENS|SHARE",
         shown="all",
     )
@@ -63,13 +65,13 @@ class EngineConfig:
     max_length: int | None = setting(
         None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
     )
-    num_pages: int | None = setting(None, "Pages of the KV cache; overrides its memory.")
+    num_pages: int | None = setting(None, "Pages of the KV cache; overrides `memory`.")
     page_size: int = setting(DEFAULT_PAGE_SIZE, "Tokens per page of the KV cache; a small kv_budget may lower it.")
     max_sequences: int = setting(32, "Maximum number of requests that are computed at the same time.")
     token_budget: int = setting(
         TOKEN_BUDGET["cpu"], "New tokens per step, of all requests together; 2048 on CUDA devices if not given."
     )
-    chunked: bool = setting(True, "Whether long prompts are computed in chunks; if not, each in one step.")
+    chunked: bool = setting(True, "Whether to compute long prompts in chunks; if not, each takes one step.")
     prefix_cache: bool = setting(True, "Whether requests with a common beginning share its pages.")
     head_dtype: str | None = setting(
         None, "Number type of the output head; recipes leave the head unquantized.", flag="--head", choices=HEAD_TYPES
@@ -82,7 +84,7 @@ class EngineConfig:
     threads: int | None = setting(None, "CPU threads to compute with.", flag="--threads", minimum=1, shown="measured")
     backend: Literal["auto", "native", "transformers"] = setting(
         "auto",
-        ("What runs the model: quantkit's own layers (native), transformers, or the first of these that supports it."),
+        "What runs the model: quantkit's own layers (native), transformers, or the first of the two that can (auto).",
     )
     overlap: bool | None = setting(
         None, "Whether to launch a decode step before the previous step's tokens are read; None = only on CUDA devices."
@@ -97,19 +99,19 @@ class EngineConfig:
                 raise RequestError(f"{name} is {value!r}; give an integer of at least 1")
         if self.token_budget < self.max_sequences:
             raise RequestError(
-                f"token_budget is {self.token_budget} for {self.max_sequences} sequences; each needs one token per "
-                "step: give a larger budget or a smaller max_sequences"
+                f"token_budget is {self.token_budget}, but each of {self.max_sequences} sequences needs one token per "
+                "step; give a larger token_budget or a smaller max_sequences"
             )
         if self.kv_budget is not None:
             parse_budget(self.kv_budget)  # refuses a value that is neither tokens nor a share
             policies.REGISTRY.find(self.kv_policy or policies.DEFAULT)  # refuses an unknown name
         elif self.kv_policy is not None:
-            raise RequestError(f"kv_policy {self.kv_policy!r} needs a kv_budget; add one, or leave kv_policy out")
+            raise RequestError(f"kv_policy {self.kv_policy!r} needs a kv_budget; give a kv_budget, or no kv_policy")
         if self.max_length is not None and self.num_pages is not None and self.kv_budget is None:
             held, pages = self.num_pages * self.page_size, self.pages_for(self.max_length)
             if pages > self.num_pages:
                 raise RequestError(
-                    f"{self.num_pages} pages of {self.page_size} tokens hold {held}, too few for a sequence of "
+                    f"{self.num_pages} pages of {self.page_size} tokens hold {held} tokens, too few for a sequence of "
                     f"max_length {self.max_length}; use {pages} pages or more, or a smaller max_length"
                 )
         if self.memory is not None:
@@ -123,11 +125,14 @@ class EngineConfig:
             RequestError: the requested length exceeds the model's.
         """
         if self.max_length is not None and self.max_length > model_length:
-            raise RequestError(f"max_length is {self.max_length}, but the model's context is {model_length} tokens")
+            raise RequestError(
+                f"max_length is {self.max_length}, but the model's context is {model_length} tokens; give "
+                f"{model_length} or less"
+            )
         return self.max_length or model_length
 
     def budget_tokens(self, length: int) -> int | None:
-        """Return the KV budget per sequence in tokens; None if it is not below `length`.
+        """Return the KV budget per sequence in tokens; None if there is no budget or it is not below `length`.
 
         Args:
             length: the maximum number of tokens that a sequence can have.

@@ -1,9 +1,9 @@
 """Conversion of token ids to text while the tokens arrive, and search for stop texts.
 
-A delta is text that no later token can change. The stream does not yet return incomplete characters, or text that may
-be the beginning of a stop text. The concatenated deltas equal the text from decoding all tokens at once, with two
-exceptions. Clean-up of spaces is off, because it would rewrite text already shown. For invalid UTF-8, byte-fallback
-tokenizers replace a run of bytes, not each byte.
+A delta is text that no later token can change. Incomplete characters, and text that may be the beginning of a stop
+text, are returned only once later tokens settle them. The concatenated deltas equal the text from decoding all tokens
+at once, with two exceptions. Clean-up of spaces is off, because it would rewrite text already shown. If a byte is
+invalid UTF-8, byte-fallback tokenizers replace the whole run of bytes around it, even characters already shown.
 """
 
 from collections.abc import Callable, Collection
@@ -19,7 +19,9 @@ _WINDOW, _CONTEXT = 16, 4
 
 
 def decoder(tokenizer: Any, shown: Collection[int] = ()) -> TextOf:
-    """Return a function that decodes token ids with a transformers tokenizer: skips special tokens, keeps spaces.
+    """Return a function that decodes token ids with a transformers tokenizer.
+
+    The function skips special tokens and keeps spaces as they are.
 
     Args:
         tokenizer: the tokenizer.
@@ -34,7 +36,7 @@ def decoder(tokenizer: Any, shown: Collection[int] = ()) -> TextOf:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the special tokens, which decoding skips, keyed by their text."""
+    """Return the ids of the special tokens, which decoding skips, keyed by token text."""
     return {str(each): token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
 
 
@@ -44,8 +46,8 @@ class Detokenizer:
     Args:
         text_of: converts ids to text, see `decoder`.
         context: tokens before the first pushed token; their text is not returned. If the context is the prompt, the
-            deltas continue the prompt's text (a leading space stays); if it is empty, they are the text of the new
-            tokens alone.
+            deltas continue the prompt's text (a leading space stays). If the context is empty, the deltas are the text
+            of the new tokens alone.
     """
 
     def __init__(self, text_of: TextOf, context: list[int] | tuple[int, ...] = ()) -> None:
@@ -102,8 +104,10 @@ class StopFinder:
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, bool]:
-        """Return the text that is certainly before any stop text, and whether a stop text was found; if so, drop the
-        rest."""
+        """Return the text that certainly precedes any stop text, and whether a stop text was found.
+
+        The stop text and the text after it are dropped.
+        """
         text = self._held + delta
         starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
         if starts:
@@ -136,9 +140,7 @@ class TextStream:
         self._finder = StopFinder(stops)
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Return the additional text that no later token can change, and whether a stop text was found right after
-        it.
-        """
+        """Return the additional text that no later token can change, and whether a stop text follows this text."""
         return self._finder.push(self._detokenizer.push(token))
 
     def flush(self) -> tuple[str, bool]:

@@ -82,7 +82,7 @@ class JsonSchemas:
     Args:
         tokenizer: a fast tokenizer of transformers.
         vocab_size: number of logits per row.
-        eos_ids: end tokens, one of which follows the complete text.
+        eos_ids: end tokens; one of them must follow the complete text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
@@ -95,7 +95,7 @@ class JsonSchemas:
         """Return the constraint of a new request.
 
         Args:
-            kind: what the text is, `json_schema` or `grammar`.
+            kind: what `text` is, `json_schema` or `grammar`.
             text: a JSON schema as JSON, or a grammar in llguidance's dialect of Lark.
         Raises:
             RequestError: the schema or grammar is invalid or unsupported, or llguidance is missing.
@@ -113,7 +113,9 @@ class JsonSchemas:
             RequestError: compiling takes too long or too much memory, or `start` refuses the text.
         """
         if len(text) > _MOST_CHARACTERS:
-            raise RequestError(f"{kind} has {len(text)} characters, over the limit of {_MOST_CHARACTERS}; shorten it")
+            raise RequestError(
+                f"{kind} has {len(text)} characters, more than the limit of {_MOST_CHARACTERS}; shorten it"
+            )
         self._tried(kind, text if of_bytes is None else of_bytes)
         self.start(kind, text)
 
@@ -140,7 +142,7 @@ class JsonSchemas:
             import llguidance
             import llguidance.hf
         except ModuleNotFoundError:
-            raise RequestError(f"{kind} needs llguidance; {install_command('serve')}") from None
+            raise RequestError(f"{kind} needs llguidance; run {install_command('serve')}") from None
         try:
             with self._lock:
                 if self._vocabulary is None:

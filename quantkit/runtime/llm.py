@@ -40,13 +40,13 @@ class LLM(Prompts):
         llm = LLM("demo-awq-int4", kv_cache="int8")
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=40))[0].text
 
-    Several threads may use one `LLM`; one of them at a time computes the requests of all. Several `stream`s may be read
-    in turns; their requests are computed together, also with concurrent scoring requests. In a forked process, it
-    computes with one thread.
+    Several threads may use one `LLM`; at any time, one of these threads computes the requests of all. Several `stream`s
+    may be read in turns; their requests are computed together, also with concurrent scoring requests. In a forked
+    process, an `LLM` computes with one thread.
 
     Args:
         path: model directory or hub id; None = the demo model included in quantkit.
-        lazy: True = read the weights at first use. A request that can never fit is then refused before they are read.
+        lazy: True = read the weights at first use. A request that can never fit is then refused without reading them.
         settings: fields of `EngineConfig`, which describes them.
     Raises:
         QuantkitError: see `quantkit.errors`; errors in config and headers are reported before any weight is read.
@@ -65,7 +65,7 @@ class LLM(Prompts):
         self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
         self.config = config = fit_pages(self.path, config)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
-        self._threads = ""  # how many and why
+        self._threads = ""  # how many threads, and why
         self._engine = None if lazy else self._load()
         self._inboxes: dict[int, deque[StepOutput]] = {}
 
@@ -108,7 +108,7 @@ class LLM(Prompts):
 
         Args:
             prompts: a text, token ids, or a list of either.
-            params: one for all prompts, or one per prompt; None = greedy, 128 tokens.
+            params: one `SamplingParams` for all prompts, or one per prompt; None = greedy, 128 tokens.
         Returns:
             One completion per prompt, in order.
         Raises:
@@ -118,7 +118,8 @@ class LLM(Prompts):
         each = [params or SamplingParams()] * len(asked) if not isinstance(params, Many) else list(params)
         if len(each) != len(asked):
             raise RequestError(
-                f"{len(asked)} prompts have {len(each)} sampling parameters; give one for all, or one per prompt"
+                f"there are {len(asked)} prompts but {len(each)} SamplingParams; give one SamplingParams for all "
+                "prompts, or one per prompt"
             )
         return list(self._run(zip(asked, each, strict=True)))
 
@@ -128,7 +129,7 @@ class LLM(Prompts):
         Closing the iterator cancels the request.
 
         Raises:
-            RequestError: see `Engine.add`; raised by this call, not by the first output.
+            RequestError: see `Engine.add`; this call raises it, not the iterator.
         """
         stream = self._stream(self._add(self._ids(prompt), params or SamplingParams()))
         next(stream)  # starts it: closing a generator that never started would cancel nothing
@@ -143,8 +144,8 @@ class LLM(Prompts):
 
         Args:
             sequences: token ids.
-            chunk_size: tokens of a sequence per step; 1 uses the decode path, which reads all earlier tokens from the
-                cache and so shows the error of a quantized cache. None = as many as a step takes.
+            chunk_size: maximum number of tokens of a sequence per step; 1 uses the decode path, which reads all earlier
+                tokens from the cache and so shows the error of a quantized cache. None = as many as a step takes.
         Returns:
             (T, V) float32 on the CPU for each sequence; row t predicts token t + 1.
         Raises:
@@ -160,7 +161,8 @@ class LLM(Prompts):
         """Return log-probabilities of given continuations, as needed for multiple choice and perplexity.
 
         Args:
-            texts: texts of at most the context length plus one; the last token is scored but not fed.
+            texts: texts, each at most one token longer than the context: the last token of a text is scored, but the
+                model does not compute it.
             chunk_size: see `score`.
             progress: called with the number of texts scored since the last call.
         Returns:
@@ -200,7 +202,7 @@ class LLM(Prompts):
 
     @property
     def kv_type(self) -> str:
-        """Number type of the KV cache; for `auto`, the checkpoint's."""
+        """Number type of the KV cache; for `auto`, the quantized type of the checkpoint's settings if there is one."""
         cache, asked = self.engine.runner.cache, self.config.kv_cache
         return asked if cache is None else cache_type(cache.layouts, asked)
 
@@ -211,7 +213,7 @@ class LLM(Prompts):
         return 0.0 if cache is None else page_bytes(cache.layouts) / cache.page_size
 
     def stats(self) -> dict[str, Any]:
-        """Return sizes, and counters since the start."""
+        """Return sizes of weights and cache, and counters since the engine was loaded, keyed by name."""
         engine = self.engine
         controller, cache = engine.controller, engine.runner.cache
         return {
@@ -232,7 +234,7 @@ class LLM(Prompts):
         }
 
     def describe(self) -> dict[str, str]:
-        """Return what users should know about how the model runs, by topic."""
+        """Return what users should know about how the model runs, keyed by topic."""
         engine, counts, model = self.engine, self.stats(), self.model
         topics = {
             "computed in": f"{dtype_name(model.dtype)} on {model.device}",
@@ -244,9 +246,11 @@ class LLM(Prompts):
         }
         if (eviction := engine.eviction) is not None:
             policy, evicted = engine.config.kv_policy or policies.DEFAULT, counts["kv_evicted_pages"]
-            topics["KV budget"] = f"{eviction.budget.tokens} tokens of a sequence, {policy}; {evicted} pages evicted"
+            topics["KV budget"] = f"{eviction.budget.tokens} tokens per sequence, {policy}; {evicted} pages evicted"
         if counts["prefix_hit_tokens"]:
-            topics["prefix cache"] = f"{counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"
+            topics["prefix cache"] = (
+                f"held {counts['prefix_hit_tokens']} of {counts['prefix_asked_tokens']} prompt tokens"
+            )
         if counts["preemptions"]:
             topics["preemptions"] = str(counts["preemptions"])
         if engine.controller is not None:
@@ -295,7 +299,7 @@ class LLM(Prompts):
             return inbox.popleft()
 
     def _stream(self, number: int) -> Iterator[StepOutput]:
-        """Yield the outputs of a request after an initial empty one."""
+        """Yield an empty output, then the outputs of a request."""
         try:
             yield StepOutput(request_id=number, token_ids=(), text="")
             while True:
@@ -314,7 +318,7 @@ class LLM(Prompts):
 
 
 def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, given one prompt or several."""
+    """Return a list of prompts; the argument may be a single prompt."""
     if isinstance(prompts, str):
         return [prompts]
     # An empty list means no prompts, not one prompt without tokens.

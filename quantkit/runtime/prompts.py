@@ -44,7 +44,7 @@ class Prompts:
         if ids := self._tokenized(text):
             return ids
         if self.tokenizer.bos_token_id is None:
-            raise RequestError("the prompt is empty and the tokenizer has no BOS token to begin with; give some text")
+            raise RequestError("the prompt is empty, and the tokenizer has no BOS token to use instead; give some text")
         return [self.tokenizer.bos_token_id]
 
     def encode_if_free(self, texts: Sequence[str]) -> list[list[int]] | None:
@@ -57,7 +57,7 @@ class Prompts:
             self._lock.release()
 
     def check_length(self, text: str, most: int) -> None:
-        """Refuse a text with more tokens than allowed, encoding no more of it than necessary.
+        """Refuse a text with more tokens than allowed; encode no more of the text than this needs.
 
         Args:
             text: text of any length.

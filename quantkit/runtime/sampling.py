@@ -2,7 +2,8 @@
 
 `kernels.reference.sampling` chooses the tokens on any device. This module gives each row its random key, a function of
 (seed, position). So a request's random numbers do not depend on the batch, chunks, preemption or device. A draft model
-draws with the same variates; a draft is accepted exactly if the target model would draw it: see `engine.speculation`.
+draws with the same random numbers; a draft is accepted if and only if the target model would draw it, see
+`engine.speculation`.
 
 The repetition penalty (Keskar et al. 2019, CTRL) counts prompt and output; presence and frequency penalties count the
 output only. Each sequence keeps its distinct tokens in growing arrays (`TokenHistory`), so a step changes a few values
@@ -128,12 +129,14 @@ def derived_seed(seed: int, number: int) -> int:
 
 
 def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[TokenLogprob | None] | None:
-    """Return log-probabilities before biases and penalties for the rows whose request wants them; None if none does.
+    """Return log-probabilities before biases and penalties, if a request wants them.
 
     Args:
         logits: (R, V) float32.
         rows: the sequence of each row, and how many of its drafts precede the token.
         tokens: token chosen in each row.
+    Returns:
+        One item per row, None for rows whose request wants none; or None if no request wants any.
     """
     counts = {i: s.params.logprobs for i, (s, _) in enumerate(rows) if s.params.logprobs is not None}
     if not counts:

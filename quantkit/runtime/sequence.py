@@ -67,7 +67,8 @@ class PageHolder:
     Args:
         id: stable number; a smaller number arrived earlier.
         row: row in the page table and residual windows; -1 while waiting.
-        num_table_entries: number of pages already written to that row.
+        pages: numbers of its pages, in order.
+        num_table_entries: number of pages already written to its row of the page table.
         num_evicted: number of tokens that each head has evicted.
         num_computed: number of tokens that the model has computed.
     """
@@ -88,9 +89,9 @@ class Sequence(PageHolder):
         ids: prompt and generated tokens.
         num_prompt: number of prompt tokens.
         params: sampling parameters.
-        limit: number of tokens at which it ends.
-        seed: seed of its random draws.
-        stop_ids: tokens that end it.
+        limit: number of tokens, prompt included, at which the request ends.
+        seed: seed of the request's random draws.
+        stop_ids: tokens that end the request.
         arrived: arrival time.
     """
 
@@ -130,19 +131,17 @@ class Sequence(PageHolder):
 
     @property
     def draws(self) -> bool:
-        """Whether the request still has a token to generate after its known tokens (prompt and output so far); if not,
-        only these are scored.
-        """
+        """Whether the request generates more tokens after its known ones (prompt and output so far)."""
         return self.limit > len(self.ids)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next step feeds one token and chooses the next."""
+        """Whether the next step computes one known token and chooses the token after it."""
         return self.limit > len(self.ids) == self.num_computed + 1
 
     @property
     def num_needed(self) -> int:
-        """Number of tokens that its pages must hold to finish its known tokens and go on."""
+        """Number of tokens that the pages must hold to compute all known tokens and, below the limit, a new one."""
         return min(len(self.ids) + 1, self.limit)
 
     @property
@@ -157,7 +156,7 @@ class Sequence(PageHolder):
         return 0 if scoring.logits else self.num_prompt - 1 - scoring.num_tokens
 
     def forget_evictions(self) -> None:
-        """Keep only the record of the last eviction."""
+        """Forget all evictions except the last."""
         self.evictions = {n: slots for n, slots in self.evictions.items() if n >= self.num_computed}
 
     def complete(self, reason: FinishReason, now: float) -> Completion:

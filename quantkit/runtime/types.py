@@ -33,9 +33,9 @@ class PromptScoring:
         num_tokens: how many of the last prompt tokens to return log-probabilities for; must be less than the prompt
             length.
         continuations: tokens that might follow the prompt, each scored separately.
-        top: number of likeliest tokens to return at each scored prompt token.
-        logits: whether to return full rows of logits after every prompt token. They are always computed anew: the
-            prefix cache is neither read nor written.
+        top: number of likeliest tokens to return at each scored token.
+        logits: whether to return full rows of logits after every prompt token. These logits are always computed anew:
+            the prefix cache is neither read nor written.
         chunk_size: maximum number of prompt tokens per step; 1 uses the decode path, which reads all earlier tokens
             from the cache. None = as many as a step takes.
     Raises:
@@ -72,14 +72,14 @@ class SamplingParams:
         seed: None = derived from the engine's seed and the request's number.
         stop: one stop text or several; the output ends before the first one.
         stop_token_ids: tokens that end the output, in addition to the model's own.
-        logit_bias: added to the logits of tokens, by token id; -100 excludes a token in practice, 100 forces it.
-        json_schema: JSON text; the output is JSON of this schema unless it is cut off by its length.
+        logit_bias: numbers to add to logits, keyed by token id; -100 excludes a token in practice, 100 forces it.
+        json_schema: JSON text of a schema that the output follows; `max_tokens` may still cut the output off.
         grammar: like `json_schema`, but a grammar in llguidance's dialect of Lark.
         shown_tokens: special tokens that are part of the text; other special tokens are left out of it.
         logprobs: return log-probabilities of the chosen token and of this many likeliest tokens; None = none.
         scoring: what to score in the prompt itself; None = nothing.
     Raises:
-        RequestError: a value has the wrong type or is out of range.
+        RequestError: a value has the wrong type or is out of range, or two values contradict each other.
     """
 
     max_tokens: int | None = setting(128, "New tokens, at most.", flag="--max-tokens", minimum=1)
@@ -112,8 +112,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, 1 if self.scoring is None else 0, "None for as many as fit")
         _check_integer("top_k", self.top_k, 1, "None for all tokens")
-        _check_integer("logprobs", self.logprobs, 0, "None for none")
-        _check_integer("seed", self.seed, 0, "None to derive it")
+        _check_integer("logprobs", self.logprobs, 0, "None for no log-probabilities")
+        _check_integer("seed", self.seed, 0, "None to derive it from the engine's seed")
         # The sampler packs seeds as signed 64-bit numbers.
         if self.seed is not None and self.seed >= 2**63:
             raise RequestError(f"seed is {self.seed}; it must be below 2**63")
@@ -121,14 +121,14 @@ class SamplingParams:
         _check_number("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
         _check_number("min_p", self.min_p, "from 0 to 1", lambda x: 0 <= x <= 1)
         most, least = _MOST_PENALTY, 1 / _MOST_PENALTY
-        repetition = f"from {least:g} to {most:g}; 1 is none"
+        repetition = f"from {least:g} to {most:g}; 1 is no penalty"
         _check_number("repetition_penalty", self.repetition_penalty, repetition, lambda x: least <= x <= most)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), f"from {-most:g} to {most:g}", lambda x: abs(x) <= most)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; give True or False")
         if self.json_schema is not None and self.grammar is not None:
-            raise RequestError("json_schema and grammar are both given; give one of them")
+            raise RequestError("json_schema and grammar are both given; give only one of them")
         if (constraint := self.constraint) is not None and self.ignore_eos:
             what = "JSON" if constraint[0] == "json_schema" else "text of the grammar"
             raise RequestError(
@@ -139,8 +139,8 @@ class SamplingParams:
             _check_bias(self.logit_bias)
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
-        texts = _listed("stop", texts, "a text or a list of texts", _is_text, "a text, not empty")
-        ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids", _is_integer, "a number")
+        texts = _listed("stop", texts, "a text or a list of texts", _is_text, "a non-empty text")
+        ids = _listed("stop_token_ids", self.stop_token_ids, "a list of token ids", _is_integer, "an integer")
         # Copies: a caller's list could still be changed after it was checked.
         object.__setattr__(self, "stop", texts)
         object.__setattr__(self, "stop_token_ids", ids)
@@ -152,7 +152,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """Which of `json_schema` and `grammar` is given, and its text; None = neither."""
+        """Name and text of the one of `json_schema` and `grammar` that is given; None = neither is given."""
         if self.json_schema is not None:
             return "json_schema", self.json_schema
         return None if self.grammar is None else ("grammar", self.grammar)
@@ -198,9 +198,9 @@ class PromptScores:
     Args:
         logprobs: (num_tokens + len(continuations),) float32 on the CPU, the log-probability of each token given all
             tokens before it.
-        greedy: same shape, bool: whether the token was the likeliest.
-        top: the `top` likeliest tokens and their log-probabilities at each scored token, (num_tokens +
-            len(continuations), top).
+        greedy: bool, of the same shape: whether the token was the likeliest.
+        top: the `top` likeliest tokens at each scored token, and their log-probabilities, both of shape (num_tokens +
+            len(continuations), top); None = not requested.
         logits: (T, V) float32 on the CPU, row t predicts token t + 1; None = not requested.
     """
 
@@ -216,7 +216,7 @@ class Completion:
 
     Args:
         prompt_token_ids: prompt as given.
-        token_ids: new tokens, including an end token.
+        token_ids: new tokens, including the end token if there was one.
         text: text of the new tokens as it continues the prompt; empty if the engine has no tokenizer.
         finish_reason: "stop" (end token, stop token, stop text), "length", "cancelled" or "error".
         logprobs: one per new token, if requested.

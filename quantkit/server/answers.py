@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format, as plain dictionaries, because one is built for every token."""
+"""Build answers in OpenAI's format. They are plain dictionaries, because one is built for every token."""
 
 import json
 import time
@@ -36,7 +36,7 @@ class Vocabulary:
         return self._text_of(list(ids))
 
     def stream(self, context: Sequence[int]) -> Detokenizer:
-        """Return a decoder for the tokens that follow these."""
+        """Return a decoder for the tokens that follow `context`."""
         return Detokenizer(self._text_of, list(context))
 
     def _whole(self, ids: list[int]) -> str:
@@ -73,12 +73,12 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def around(self, choices: list[Json], **further: Any) -> Json:
-        """Return the answer with these choices."""
+        """Return an answer with these choices."""
         own = {"id": f"{self.prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
         return {**own, "choices": choices, **further}
 
     def frame(self, **further: Any) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the single choice of each stream event, see `framed`."""
+        """Return the bytes before and after the choice of a stream event with a single choice, see `framed`."""
         # No string can contain this pattern, because quotes inside strings are escaped.
         before, choices, behind = event(self.around([{}], **further)).partition(b'"choices":[{}]')
         return before + choices[:-3], choices[-1:] + behind
@@ -88,9 +88,9 @@ def usage(completions: Mapping[int, Completion], num_samples: int, new_tokens: i
     """Return the token counts of a request.
 
     Args:
-        completions: completions of all its prompts, by index.
+        completions: completions of all prompts of the request, keyed by index.
         num_samples: number of completions of each prompt; the prompt's tokens count once.
-        new_tokens: number of new tokens shown; None = all.
+        new_tokens: number of new tokens to report; None = all.
     """
     first = [each for index, each in completions.items() if index % num_samples == 0]
     prompt = sum(len(each.prompt_token_ids) for each in first)
@@ -106,7 +106,7 @@ def counts(prompt_tokens: int, new_tokens: int) -> Json:
 
 
 def error(text: str, *, kind: str = "invalid_request_error", field: str | None = None, code: str | None = None) -> Json:
-    """Return an error body with the reason why there is no answer."""
+    """Return the body of an error response; `text` says why there is no answer."""
     return {"error": {"message": text, "type": kind, "param": field, "code": code}}
 
 
@@ -187,7 +187,7 @@ class Shape(Protocol):
         """Return the choices to send before the first token."""
 
     def part(self, index: int, output: StepOutput) -> Json | None:
-        """Return the choice with what a step added to an answer; None if there is nothing to show."""
+        """Return a choice with the part that one step added to an answer; None if there is nothing to show."""
 
     def whole(self, index: int, completion: Completion) -> Json:
         """Return the choice of a finished answer."""
@@ -213,7 +213,7 @@ class TextShape:
             self._logprobs = [TextLogprobs(vocabulary, () if ask.echo else ids) for _, ids in prompts]
 
     def first(self) -> list[Json]:
-        """Return the prompts if they are to be repeated."""
+        """Return choices with the prompts if the request sets `echo`, otherwise none."""
         return [_text(index, text) for index, (text, _) in enumerate(self._prompts)] if self._ask.echo else []
 
     def part(self, index: int, output: StepOutput) -> Json | None:
@@ -254,7 +254,7 @@ class ChatShape:
         self._most_calls = 1 if ask.parallel_tool_calls is False else None
 
     def first(self) -> list[Json]:
-        """Return the role of the speaker."""
+        """Return a choice with the speaker's role for each answer."""
         delta = {"role": "assistant", "content": ""}
         return [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -288,7 +288,7 @@ class ChatShape:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _fields(self, index: int, parts: AnswerParts) -> Json:
-        """Return the parts of an answer that are not empty as fields of a message."""
+        """Return the parts of an answer as fields of a message, without empty parts."""
         calls = parts.calls if self._most_calls is None else parts.calls[: self._most_calls - self._num_calls[index]]
         self._num_calls[index] += len(calls)
         named = {
@@ -306,7 +306,7 @@ class ChatShape:
 
 
 def _tool_call(call: Call) -> Json:
-    """Return a tool call with a new id, of 9 letters and digits because Mistral's templates accept no others."""
+    """Return a tool call with a new id: 9 letters and digits, because Mistral's templates accept no other ids."""
     name, arguments = call
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}

@@ -101,7 +101,7 @@ class Server:
         return Vocabulary(self.bridge.llm.need_tokenizer())
 
     def app(self) -> ASGIApp:
-        """The ASGI application."""
+        """Return the ASGI application."""
         routes = [
             Route(path, getattr(self, name), methods=["GET" if kind is None else "POST"])
             for path, (name, kind) in _ROUTES.items()
@@ -144,7 +144,7 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """Return the model of that name; the list if no name is given."""
+        """Return the model with this name; the list if no name is given."""
         if not request.path_params["name"]:
             return await self.models(request)
         self._check_name(request.path_params["name"])
@@ -190,7 +190,7 @@ class Server:
         return special_tokens(self.bridge.llm.need_tokenizer())
 
     async def _constrained(self, params: SamplingParams, form: AnswerFormat) -> SamplingParams:
-        """Try out the request's schemas; return the parameters, with a grammar if the answer must call a tool.
+        """Try out the request's schemas. Return the parameters, with a grammar added if the answer must call a tool.
 
         Raises:
             Refused: the tools' parameters cannot be followed.
@@ -282,7 +282,7 @@ class Server:
             raise Refused(f"the server {why}", status=503, retry_after=1)
 
     async def _encoded(self, prompts: list[str | list[int]], run: Run) -> list[list[int]]:
-        """Return the tokens of prompts; encode long ones in another thread, and stop at the largest allowed length."""
+        """Return the tokens of prompts; encode long texts in another thread, and refuse prompts that are too long."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         # Each text costs something in addition to its characters.
         is_short = sum(map(len, texts)) + 64 * len(texts) <= _SHORT_TEXT

@@ -1,8 +1,8 @@
 """Connection between the asyncio side, which serves clients, and the one thread that loads and runs the model.
 
 The asyncio side sends requests and cancellations through one queue. The thread returns the outputs of a step, for all
-requests, in one call of the event loop. Unread outputs wait in a mailbox, which holds at most the request's own tokens,
-so a slow client does not delay others.
+requests, in one callback on the event loop. Unread outputs wait in a mailbox, which holds at most the tokens of its own
+request, so a slow client does not delay other clients.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ class Mailbox:
     """Outputs for the answers of one HTTP request. *Mutable*; read on the asyncio side only.
 
     Args:
-        num_open: answers that have not ended.
-        numbers: number of each answer in the engine, by index; used by the computing thread only.
+        num_open: number of answers that have not ended.
+        numbers: number that the engine gave to each answer, keyed by index; used by the computing thread only.
     """
 
     num_open: int = 0
@@ -83,8 +83,8 @@ class Addition:
     """An answer that is to be computed.
 
     Args:
-        mailbox: where its outputs go.
-        index: its index in the request.
+        mailbox: mailbox for the outputs of the answer.
+        index: index of the answer in the request.
         ids: tokens of the prompt.
         params: sampling parameters.
         arrived_s: when the request arrived.
@@ -106,7 +106,7 @@ class Bridge:
         say: called with each line for the operator.
     Attributes:
         failure: exception that ended the thread, such as a model that cannot be loaded; None = none.
-        num_open: answers that have not ended.
+        num_open: number of answers that have not ended.
         most_open: maximum number of answers that may be open, waiting ones included.
     """
 
@@ -170,15 +170,17 @@ class Bridge:
         count = num_prompts * num_samples
         if count > self.most_open:
             what = f"{num_prompts} prompts" + (f" with {num_samples} answers each" if num_samples > 1 else "")
-            raise RequestError(f"the request holds {what}; this server accepts at most {self.most_open} at once")
+            raise RequestError(
+                f"the request holds {what}; this server accepts at most {self.most_open} answers at once"
+            )
         if self.num_open + count > self.most_open:
             num_waiting = max(count, self.num_open - self.llm.config.max_sequences)
             retry_s = seconds_to_wait(self._ends, num_waiting, time.monotonic())
-            text = f"{self.num_open} requests are running or waiting, which is the limit; try again later"
+            text = f"{self.num_open} of at most {self.most_open} requests are running or waiting; try again later"
             raise Refused(text, status=429, retry_after=retry_s)
 
     def submit(self, prompts: Sequence[tuple[list[int], Sequence[SamplingParams]]]) -> Mailbox:
-        """Queue all prompts, or none.
+        """Queue all prompts of a request, or none if one is refused; return the mailbox for the outputs.
 
         Args:
             prompts: tokens of each prompt, and the sampling parameters of each of its answers, which differ only in
@@ -284,12 +286,14 @@ class Bridge:
 
 
 def seconds_to_wait(ends: Sequence[float], num_waiting: int, now: float) -> int:
-    """Return after how many whole seconds half of the waiting requests will have started, at the recent rate.
+    """Return the number of seconds after which half of the waiting requests will have started, at the recent rate.
 
     Half, because the engine would be idle if clients waited until the queue is empty.
 
     Args:
         ends: end times of recent requests, ascending, on the clock of `now`.
+        num_waiting: number of waiting requests.
+        now: current time.
     """
     if len(ends) < 2 or now <= ends[0]:
         return 1

@@ -14,7 +14,7 @@ from quantkit.safety.untrusted import parse_object, shorten
 try:
     import aiohttp
 except ModuleNotFoundError:
-    raise InputError(f"talking to a server needs aiohttp; {install_command('serve')}") from None
+    raise InputError(f"talking to a server needs aiohttp; run {install_command('serve')}") from None
 
 KEY_VARIABLES = ("QUANTKIT_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 600.0
@@ -23,12 +23,12 @@ _KEPT = 64  # kept-alive connections, all of which the server may have closed
 
 
 class Remote:
-    """A server; open it with `async with`.
+    """Connection to a server, for use with `async with`.
 
     Args:
         url: `http://host:port`, with or without `/v1` at its end.
-        key: API key; None = taken from the environment, if set there.
-        model: model to use; None = the first that the server offers.
+        key: API key; None = the key in the environment, if there is one (see `KEY_VARIABLES`).
+        model: model to use; None = the first model that the server offers.
     """
 
     def __init__(self, url: str, *, key: str | None = None, model: str | None = None) -> None:
@@ -61,7 +61,7 @@ class Remote:
         try:
             async with self._session.get(f"{self.url}/v1/models") as answer:
                 await _check(answer)
-                models = parse_object(await answer.read(), f"{self.url}/v1/models", ModelError, "is it a model server?")
+                models = parse_object(await answer.read(), f"{self.url}/v1/models", ModelError, "check the URL")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise InputError(f"no server answers at {self.url}: {first_line(error)}") from None
         served = models.get("data")
@@ -74,7 +74,7 @@ class Remote:
 
         Args:
             path: path of the endpoint, such as `/v1/completions`.
-            body: body of the request, without model and stream, which are added.
+            body: body of the request; `model` and `stream` are added to it.
         Raises:
             RequestError: the server refuses the request, fails or disconnects.
         """

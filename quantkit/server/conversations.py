@@ -108,8 +108,10 @@ class ResponseFormat(Schema):
 
     @model_validator(mode="after")
     def _has_what_it_names(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("give the field json_schema together with type json_schema")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type is 'json_schema', but the field json_schema is missing; give both")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError(f"the field json_schema is given, but type is {self.type!r}; set type to 'json_schema'")
         return self
 
     @property
@@ -148,7 +150,7 @@ class ChatRequest(Sampling):
     )
     parallel_tool_calls: bool | None = Field(
         None,
-        description="False = at most one call. None = as many as the model writes, or one if tool_choice forces it.",
+        description="False = at most one call. None = as many as the model writes; one if tool_choice forces a call.",
     )
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
@@ -168,7 +170,7 @@ class ChatRequest(Sampling):
         if self.forced_tools is not None:
             for field, is_given in (("response_format", schema is not None), ("ignore_eos", self.ignore_eos)):
                 if is_given:
-                    raise Refused(f"{field} does not work with a tool_choice that forces a call", field)
+                    raise Refused(f"{field} does not work with a tool_choice that forces a call; leave one out", field)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.params(max_tokens=count, json_schema=schema, logprobs=logprobs)
 
@@ -184,7 +186,7 @@ class ChatRequest(Sampling):
         """If the answer must call a function, return the parameters of each allowed function, keyed by name; else None.
 
         Raises:
-            Refused: there are no tools, or not the named one.
+            Refused: there are no tools, or no tool has the name in `tool_choice`.
         """
         if self.tool_choice in (None, "auto", "none"):
             return None

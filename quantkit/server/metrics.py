@@ -33,7 +33,10 @@ class Metrics:
         self._prompt_tokens = Counter("quantkit_prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._new_tokens = Counter("quantkit_generated_tokens", "Tokens generated.", registry=registry)
         self._ttft = Histogram(
-            "quantkit_time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS, registry=registry
+            "quantkit_time_to_first_token_seconds",
+            "Time from arrival to first token.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self._itl = Histogram(
             "quantkit_inter_token_seconds", "Gaps between tokens.", buckets=_SECONDS, registry=registry

@@ -33,8 +33,8 @@ class Connection(H11Protocol):
     """A connection that is closed if its client is slow to send headers. *Mutable*.
 
     Args:
-        most: maximum number of connections of the server; beyond that, a new one replaces the one that has waited
-            longest.
+        most: maximum number of connections of the server. If there are more, the one that has waited longest for a
+            request is closed; if none is waiting, the new one is closed.
         waiting: connections waiting for a request, longest wait first. *Mutable*, shared by all connections.
         arguments: arguments of uvicorn.
     """
@@ -176,7 +176,10 @@ class HttpServer(uvicorn.Server):
             raise self._server.bridge.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Override uvicorn, which uses one number for the accept rate and for the kernel's queue length."""
+        """Start as uvicorn does, but with a longer queue of connections in the kernel.
+
+        uvicorn uses one number for the length of this queue and for the connections accepted at once.
+        """
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_LINE)
@@ -212,7 +215,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """Handle SIGINT and SIGTERM in this context; uvicorn would raise them again after a clean shutdown."""
+        """Handle SIGINT and SIGTERM inside the `with` block; uvicorn would raise them again after a clean shutdown."""
         if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
             yield
             return

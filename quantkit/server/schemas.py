@@ -1,7 +1,7 @@
 """Request bodies: OpenAI's fields, and the sampling fields that vLLM and llama.cpp added.
 
-The server refuses unknown fields by name, and values that it would have to ignore. Defaults are OpenAI's: it samples,
-whereas quantkit's command line is greedy.
+The server refuses unknown fields, and values that it would have to ignore; the message names the field. Defaults are
+OpenAI's, so the server samples by default, whereas quantkit's command line decodes greedily.
 Source: https://platform.openai.com/docs/api-reference
 """
 
@@ -35,7 +35,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _check_ids(value: Any) -> Any:
-    """Refuse a list with items that are not integers; pydantic would report each of a million wrong items."""
+    """Refuse a list with items that are not integers, with one error; pydantic would report each of a million items."""
     if isinstance(value, list) and (wrong := set(map(type, value)) - {int}):
         index = next(index for index, item in enumerate(value) if type(item) in wrong)
         text = "token {index} should be a valid integer, not {given}"
@@ -44,7 +44,7 @@ def _check_ids(value: Any) -> Any:
 
 
 def _check_biases(value: Any) -> Any:
-    """Refuse too many biases, and keys that are no token ids, with one error."""
+    """Refuse too many biases, or keys that are no token ids, with one error for all of them."""
     if isinstance(value, dict):
         if len(value) > MOST_BIASES:
             text = "it should have at most {most} entries, not {count}"
@@ -88,12 +88,12 @@ class Refused(RequestError):
 
 
 class Schema(BaseModel):
-    """Base class of request bodies: refuses unknown fields, and numbers for texts. Null fields count as not given."""
+    """Base class of request bodies: refuses unknown fields and wrong types. Fields that are null count as not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     takes_ids: ClassVar[bool] = False
-    """Whether the body may hold as many values as a prompt has tokens."""
+    """Whether the body may hold token ids, so that more values are allowed than in other bodies."""
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +106,7 @@ class StreamOptions(Schema):
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(
-        default=False, description="With include_usage: each part counts the tokens so far."
+        default=False, description="With include_usage: every part contains the number of tokens so far."
     )
 
 
@@ -117,7 +117,7 @@ class Sampling(Schema):
     max_tokens: int | None = None
     temperature: Annotated[float, Field(le=100)] = 1.0
     top_p: float = 1.0
-    top_k: int = Field(-1, description="-1 or 0 = all.")
+    top_k: int = Field(-1, description="Number of likeliest tokens to choose from; -1 or 0 = all.")
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: Penalty = 0.0
@@ -248,7 +248,7 @@ def openapi_document(routes: Mapping[str, tuple[str, type[Schema] | None]]) -> J
     """Return the OpenAPI description of the server.
 
     Args:
-        routes: keyed by path: a summary, and the body type of a POST request; None = a GET request.
+        routes: (summary, type of the body) of each route, keyed by path; the type is None for a GET request.
     """
     kinds = [(kind, "validation") for _, kind in routes.values() if kind is not None]
     _, models = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ OnEnd = Callable[[Completion], None]
 
 @contextlib.asynccontextmanager
 async def _watched(receive: Receive, bridge: Bridge, mailbox: Mailbox) -> AsyncIterator[None]:
-    """In this context, close the mailbox if the client disconnects; at the end, cancel the rest of the request."""
+    """Close the mailbox if the client disconnects during the block; after the block, cancel the rest of the request."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -47,14 +47,14 @@ async def _watched(receive: Receive, bridge: Bridge, mailbox: Mailbox) -> AsyncI
 async def whole_answer(
     receive: Receive, bridge: Bridge, mailbox: Mailbox, shape: Shape, on_end: OnEnd, *, hidden: bool = False
 ) -> Response:
-    """Return one JSON object after all prompts have ended.
+    """Wait until all answers of a request are complete, and return them in one JSON object.
 
     Args:
         receive: ASGI channel of the request.
         bridge, mailbox: connection to the engine, and the request's outputs.
         shape: format of the answer.
         on_end: called with each completion.
-        hidden: whether to hide the one token that had to be computed, because none was requested.
+        hidden: whether to hide the token that the engine computes even if the client requests none.
     """
     done: dict[int, Completion] = {}
     try:
@@ -81,9 +81,9 @@ class EventStream:
         bridge, mailbox: connection to the engine, and the request's outputs.
         shape: format of the answer.
         on_end: called with each completion.
-        options: whether to count tokens in a last part, or in every part.
+        options: options that say whether the last part or every part contains token counts.
         num_prompt: number of tokens of all prompts.
-        hidden: whether to hide the one token that had to be computed, because none was requested.
+        hidden: whether to hide the token that the engine computes even if the client requests none.
     """
 
     bridge: Bridge

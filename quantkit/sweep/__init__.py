@@ -1,1 +1,1 @@
-"""Run every recipe on every model: each trial is a command, run on this machine or on Ray."""
+"""Run every recipe on every model: each trial is a sequence of commands, run on this machine or on Ray."""

@@ -49,7 +49,8 @@ class SweepOptions:
         threads: threads of each trial; None = as in an earlier run of the sweep, else this machine's cores / `jobs`.
         device: "auto", "cpu" or "cuda".
         verify: further arguments for `quantkit verify`.
-        resume: reuse finished trials in the folder; False = run the trials of this call again, and leave others alone.
+        resume: reuse finished trials in the folder; False = run the trials of this call again, and leave other
+            trials alone.
     """
 
     output: Path
@@ -85,7 +86,7 @@ def sweep(
 
 
 def compare_trials(records: Iterable[TrialRecord]) -> dict[str, CheckpointComparison]:
-    """Compare the trials that have reports, separately for each model: other models' figures are not comparable."""
+    """Compare the trials that have reports, separately for each model: figures of two models are not comparable."""
     reports: dict[str, list[Any]] = {}
     for record in records:
         if record.report is not None:
@@ -103,7 +104,7 @@ class _Sweep:
     progress: Progress
 
     def run(self) -> tuple[TrialRecord, ...]:
-        """Run the trials that are not done, and write the page that compares all."""
+        """Run the trials that are not done, and write the page that compares all trials."""
         records = {record.name: record for record in self._planned()}
         left = [record for record in records.values() if record.report is None]
         if len(left) < len(records):

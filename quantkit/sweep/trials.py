@@ -1,8 +1,8 @@
-"""Run independent quantkit commands as child processes, of this process or of Ray workers.
+"""Run independent quantkit commands as child processes, either of this process or of Ray workers.
 
 A trial is a sequence of commands, each with an output path. A command whose output exists is not run again, so a trial
-that was interrupted or lost its worker continues. If a command fails, its trial ends with a reason and raises nothing.
-The number of threads is the same on every machine, so the results are too.
+that was interrupted or lost its worker continues. If a command fails, the trial's outcome gives the reason, and no
+exception is raised. The number of threads is the same on every machine, so the results are the same too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TrialCommand:
 
     Args:
         arguments: arguments after `quantkit`.
-        made: absolute path of its output; if that exists, the command is not run.
+        made: absolute path of the command's output; if it exists, the command is not run.
     """
 
     arguments: tuple[str, ...]
@@ -55,11 +55,11 @@ class Trial:
     """A sequence of commands with the resources that they need.
 
     Args:
-        name: unique among the trials.
-        commands: the commands in order; the trial ends at the first that fails.
+        name: name that no other trial has.
+        commands: the commands in order; the trial ends at the first command that fails.
         log: absolute path of the file for stderr; only one process at a time holds it open.
         threads: number of threads.
-        device: "auto", "cpu" or "cuda"; on Ray, "cuda" requests one GPU, and "auto" does if the cluster has GPUs.
+        device: "auto", "cpu" or "cuda". On Ray, "cuda" requests one GPU, and "auto" does so if the cluster has any.
         num_bytes: memory that the trial needs.
         folder: working directory.
     """
@@ -81,7 +81,7 @@ class Outcome:
         name: name of the trial.
         exit_code: exit code of the command that failed; 0 = all outputs exist.
         reason: why the trial failed.
-        attempts: how often the trial was started, also by earlier sweeps.
+        attempts: how often the trial was started, including by earlier sweeps.
         seconds: duration of the last attempt.
     """
 
@@ -100,7 +100,7 @@ class Outcome:
 
 
 def check_place(on: str) -> None:
-    """Check the place that `run_trials` is to run on.
+    """Check the argument `on` of `run_trials`.
 
     Raises:
         InputError: the place is not valid, or Ray is not installed.
@@ -124,7 +124,7 @@ def planned_bytes(model: str | None, recipe: str | Path) -> int:
 
 
 def run_trials(trials: Sequence[Trial], on: str = "local", jobs: int = 1) -> Generator[Outcome, None, None]:
-    """Run trials.
+    """Run trials on this machine or on Ray.
 
     Args:
         trials: the trials.
@@ -197,7 +197,7 @@ def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generat
 
 
 def _needs(trial: Trial, nodes: Sequence[dict[str, float]]) -> dict[str, int]:
-    """Return the resources of a trial by Ray's names."""
+    """Return the resources that a trial needs, keyed by Ray's names."""
     has_gpus = any(node.get("GPU") for node in nodes)
     gpus = trial.device.startswith("cuda") or (trial.device == "auto" and has_gpus)
     return {"CPU": trial.threads, "memory": trial.num_bytes, **({"GPU": 1} if gpus else {})}
@@ -213,9 +213,10 @@ def _result(ray: Any, done: Any, trial: Trial) -> Outcome:
         outcome: Outcome = ray.get(done)
         return outcome
     except ray.exceptions.RayTaskError as error:
-        return Outcome(name=trial.name, exit_code=1, reason=f"the trial itself failed: {first_line(error.cause)}")
+        reason = f"quantkit could not run the trial: {first_line(error.cause)}"
+        return Outcome(name=trial.name, exit_code=1, reason=reason)
     except ray.exceptions.RayError as error:  # the base class for lost workers and machines
-        reason = f"lost its worker, and {RETRIES} further ones ({type(error).__name__})"
+        reason = f"Ray lost the worker, and then those of {RETRIES} retries ({type(error).__name__})"
         return Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
 
 
@@ -223,7 +224,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        extra = f"ray is not installed; --on ray needs it: {install_command('ray')}"
+        extra = f"ray is not installed; --on ray needs it; run {install_command('ray')}"
         raise InputError(f"{extra} ({first_line(error)})") from error
     return ray
 

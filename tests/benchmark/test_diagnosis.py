@@ -83,7 +83,7 @@ def about(listed, words):
 
 def test_slow_to_stream():
     listed = findings(run())[0]
-    assert listed.statement == "Slow to stream rather than to start: 91 % of a request is streaming."
+    assert listed.statement == "Slow to stream rather than to start: 91 % of a request's time is streaming."
     assert "median TTFT 100 ms, then 1.00 s of streaming" in listed.evidence
 
 
@@ -123,7 +123,7 @@ def test_caches_are_not_called_memory():
         findings(run(), roofline=[decode(0.0005, cost=small, flops=1e12)], cost=small), "processor's caches"
     )
     assert finding.statement.startswith("Reading")
-    assert "more than all of the bandwidth" in finding.statement
+    assert "more than all of the memory bandwidth" in finding.statement
 
 
 def test_few_bytes_make_no_sharp_floor():
@@ -241,7 +241,7 @@ def test_two_models():
     theirs = BenchmarkResult(model="large", runs=(run(gap=0.01),), roofline=(decode(0.01),))
     listed = diagnose(ours, COST, theirs).findings
     stream = about(listed, "closed-1 small streams 2.0x faster than large")
-    assert "ratio 0.50, by round 0.50 to 0.50" in stream.evidence
+    assert "ratio 0.50, in single rounds 0.50 to 0.50" in stream.evidence
     assert "the roofline would allow 0.27" in stream.evidence
-    about(listed, "both start alike, within the noise")
+    about(listed, "both start equally fast, within the noise")
     about(diagnose(theirs, COST, ours).findings, "large streams 2.0x slower than small")

@@ -72,7 +72,7 @@ def test_files_of_ours_come_back(family, tmp_path):
     for name, tensor in original.items():
         torch.testing.assert_close(dense.tensor(name), tensor, rtol=0, atol=1e-6)
     if family == "gpt2":
-        with pytest.raises(ModelError, match="only the native backend runs GGUF files"):
+        with pytest.raises(ModelError, match="quantkit does not run GGUF files through transformers"):
             LLM(tmp_path / "m.gguf")
     else:
         assert distance(tmp_path / "m.gguf", tmp_path / "m") < 2e-5
@@ -236,7 +236,7 @@ def test_every_pre_tokenizer_is_one(name):
         ({"tokens": [1] * 10}, CheckpointError, "not a list of texts"),
         ({"token_type": [1]}, CheckpointError, "has 1 entries for 10 tokens"),
         ({"scores": None}, CheckpointError, "must have an entry for each"),
-        ({"bos_token_id": 10}, CheckpointError, "bos_token_id is 10, not one of 10 tokens"),
+        ({"bos_token_id": 10}, CheckpointError, "bos_token_id is 10, but the tokenizer has 10 tokens"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id is 'x'"),
     ],
 )
@@ -258,15 +258,15 @@ def test_a_file_without_a_tokenizer_has_none():
     [
         ({"general.architecture": "mamba"}, "architecture"),
         ({"llama.block_count": None}, "llama.block_count is None, not a whole number"),
-        ({"llama.block_count": 3}, "9 tensors are missing, such as that of model.layers.2"),
-        ({"llama.block_count": 1}, "blk.1.* has shape .* but the metadata needs no such tensor"),
+        ({"llama.block_count": 3}, "9 tensors are missing, for example the one for model.layers.2"),
+        ({"llama.block_count": 1}, "blk.1.* does not belong to a model with this metadata"),
         ({"llama.block_count": 1 << 31}, "num_hidden_layers is 2147483648"),
-        ({"llama.embedding_length": 32}, "but the metadata needs"),
+        ({"llama.embedding_length": 32}, "but the metadata requires"),
         ({"llama.attention.head_count": 0}, "head_count is 0, not a whole number above zero"),
         ({"llama.attention.head_count": 3}, "num_attention_heads 3 is not a multiple"),
-        ({"llama.attention.head_count_kv": [2, 1]}, "differs by layer"),
-        ({"llama.expert_count": 4, "llama.expert_used_count": 2}, "but the metadata needs|are missing"),
-        ({"llama.attention.key_length": 32}, "but the metadata needs"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "differs between layers"),
+        ({"llama.expert_count": 4, "llama.expert_used_count": 2}, "does not belong to a model|are missing"),
+        ({"llama.attention.key_length": 32}, "but the metadata requires"),
         ({"llama.rope.scaling.type": "su"}, "rope scaling 'su' is not supported"),
         ({"tokenizer.ggml.tokens": ["a", "b"]}, "has 2 tokens, but the embedding has 260 rows"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000"),
@@ -287,7 +287,7 @@ def test_tensors_beyond_the_file_and_unknown_ones_are_refused(file, tmp_path):
         ("cut", data[:-100], "truncated"),
         ("short", data[:3000], "are left|more than fit"),
         ("name", data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "has no place"),
-        ("layer", data.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"), "needs no such tensor"),
+        ("layer", data.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"), "does not belong to a model"),
         ("twice", data.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"), "two tensors have the name"),
         ("empty", b"", "are left"),
     ):

@@ -112,7 +112,7 @@ def test_static_batches_and_arrivals(run, tiny_llama):
         (["--kv-cache", "int3"], 2, "int3"),
         (["--tpot-limit", "0"], 2, "--tpot-limit"),
         (["--no-cache", "--against", "x"], 2, "leave out --engine and --against"),
-        (["--nproc", "2"], 2, "bench measures one model that has its device to itself"),
+        (["--nproc", "2"], 2, "bench measures a model in one process"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(run, args, code, message, monkeypatch):

@@ -162,7 +162,7 @@ def test_a_text_without_end_is_refused_at_once(tmp_path, reader, kind):
 
 @pytest.mark.parametrize("name", ["text.txt" * 1000, "~nobody-of-that-name/text.txt", "a" * 300, "a\0b"])
 def test_a_text_with_a_name_that_no_file_can_have_is_not_there(name, tmp_path):
-    with pytest.raises(DataError, match="is neither a file nor in --data"):
+    with pytest.raises(DataError, match="is neither a file nor in a --data folder"):
         read_named_text(name, (tmp_path,))
 
 

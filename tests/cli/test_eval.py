@@ -81,10 +81,10 @@ BAD = [
     (
         ("--tasks", "local_piqa"),
         4,
-        "task 'local_piqa' reads piqa/validation.jsonl, which needs a folder; pass --data DIR",
+        "task 'local_piqa' reads piqa/validation.jsonl, but no --data folder was given; pass --data DIR",
     ),
     (("--tasks", "demo_facts", "--data", "nowhere"), 4, "nowhere is not a directory"),
-    (("--text", "nothing.txt"), 4, "text 'nothing.txt' is neither a file nor in --data"),
+    (("--text", "nothing.txt"), 4, "text 'nothing.txt' is neither a file nor in a --data folder"),
     (("nowhere/model", "--tasks", "demo_facts"), 4, "nowhere/model"),
     (("--noise",), 2, "--noise needs a baseline"),
     (("--limit", "0"), 2, "--limit"),
@@ -138,7 +138,7 @@ def test_vllm_computes_where_it_is_asked_to(run, monkeypatch, tmp_path, text_fil
         (("--engine-option", "a=1"), 2, "--engine-option works only with --engine vllm"),
         (("--engine", "vllm", "--engine-option", "a"), 2, "--engine-option 'a' has no '='"),
         (("--engine", "vllm", "--engine-option", "a={"), 4, "--engine-option a"),
-        (("--engine", "vllm"), 4, "threads works only with quantkit's engine"),
+        (("--engine", "vllm"), 4, "vLLM does not support threads"),
     ],
 )
 def test_options_that_the_engine_does_not_have_are_one_line(run, monkeypatch, args, code, message):

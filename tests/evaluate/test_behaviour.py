@@ -253,7 +253,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(folder, original, prom
     plan = plan_of(original, long, count=3)
     assert (plan.num_left_out, [each.number for each in plan.questions]) == (1, [1, 2, 3])
     long.write_text(long.read_text().splitlines()[0])
-    with pytest.raises(DataError, match=r"can take none of the prompts of mine: .* and an answer of 24 tokens exceed"):
+    with pytest.raises(DataError, match=r"none of the prompts of mine can be used with .* of 24 tokens exceed"):
         plan_of(original, long)
 
 

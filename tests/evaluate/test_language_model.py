@@ -80,9 +80,9 @@ def test_sampling_options_arrive(llm):
 
 def test_what_does_not_fit_is_one_line(llm):
     model = QuantkitLM(llm)
-    with pytest.raises(RequestError, match="generates 512 tokens, but the model's context is 512; lower max_gen_toks"):
+    with pytest.raises(RequestError, match="generates 512 tokens, but the model's context is 512 tokens; lower max"):
         model.generate_until(instances("generate_until", [("x", {"max_gen_toks": 512})]))
-    with pytest.raises(RequestError, match="2 tokens of context and 920 of continuation"):
+    with pytest.raises(RequestError, match="a continuation of 920 tokens, but the model's context is 512 tokens"):
         model.loglikelihood(instances("loglikelihood", [("x", LONG)]))
     with pytest.raises(RequestError, match="2 tokens of context and 0 of continuation"):
         model.loglikelihood(instances("loglikelihood", [("x", "")]))

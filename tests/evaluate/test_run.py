@@ -168,8 +168,8 @@ def test_a_model_of_another_language_gets_the_other_part(stranger, suite, demo):
     ("changes", "message"),
     [
         ({}, "nothing to evaluate: give tasks, texts, prompts or a suite"),
-        ({"texts": ("no.txt",)}, r"text 'no\.txt' is neither a file nor in --data \(no --data folder was given\)"),
-        ({"tasks": ("local_piqa",)}, "which needs a folder; pass --data"),
+        ({"texts": ("no.txt",)}, r"'no\.txt' is neither a file nor in a --data folder \(no --data folder was given\)"),
+        ({"tasks": ("local_piqa",)}, "but no --data folder was given; pass --data"),
         ({"suite": "quik"}, "did you mean 'quick'"),
     ],
 )
@@ -183,7 +183,9 @@ def test_bad_input_is_one_line(demo, changes, message):
 
 def test_without_lm_eval_tasks_say_what_to_install_and_the_rest_works(demo, monkeypatch):
     monkeypatch.setitem(sys.modules, "quantkit.evaluate.language_model", None)
-    with pytest.raises(DataError, match=r"lm-eval is not installed; tasks need it: pip install 'quantkit-lm\[eval\]'"):
+    with pytest.raises(
+        DataError, match=r"tasks need lm-eval, which is not installed; run pip install 'quantkit-lm\[eval\]'"
+    ):
         evaluate(demo, tasks=["demo_facts"])
     assert evaluate(demo, texts=["demo"], window=900).perplexity[0].num_tokens > 10_000
 
@@ -226,7 +228,7 @@ def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth
 
 def test_lengths_that_do_not_fit(stranger):
     with pytest.raises(
-        DataError, match=r"none of the lengths 600, 9000 fits: besides the answer, .* can hold 500 prompt tokens"
+        DataError, match=r"none of the lengths 600, 9000 fits: a prompt for .* may have at most 500 tokens"
     ):
         long_context(stranger, lengths=[600, 9000])
     with pytest.raises(DataError, match=r"depth 1\.5 .*is not between 0 and 1"):

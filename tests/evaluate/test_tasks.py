@@ -210,7 +210,7 @@ def test_a_suite_names_no_python(programmed, monkeypatch, tag):
 
 def test_a_missing_item_file_names_itself(data, tmp_path):
     with pytest.raises(
-        DataError, match=r"'local_piqa' reads piqa/validation\.jsonl, which needs a folder; pass --data"
+        DataError, match=r"'local_piqa' reads piqa/validation\.jsonl, but no --data folder was given; pass"
     ):
         one("local_piqa")
     with pytest.raises(DataError, match=r"which is not in .*; pass --data DIR with that file"):

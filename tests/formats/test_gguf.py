@@ -222,7 +222,7 @@ def test_names_that_gguf_has_no_room_for(tmp_path):
     ids=lambda value: repr(value)[:20],
 )
 def test_values_that_gguf_has_no_room_for(tmp_path, value):
-    with pytest.raises(CheckpointError, match=r"rope\.freq_base .* cannot be stored in a GGUF file"):
+    with pytest.raises(CheckpointError, match=r"rope\.freq_base: .* cannot be stored in a GGUF file"):
         write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "llama", "rope.freq_base": value}, {}, [])
 
 

@@ -1,4 +1,4 @@
-"""Compiling and keeping the C kernels: private folders, atomic files, and every way of doing without."""
+"""Compiling and choosing the C kernels: stale libraries, atomic files, and every way of doing without."""
 
 from __future__ import annotations
 
@@ -43,32 +43,113 @@ def test_the_status_names_the_compiler_and_what_the_library_uses():
         assert room.status().endswith(uses)
 
 
-@needs_compiler
-def test_a_cpu_that_lacks_one_instruction_gets_a_library_without_avx512(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build._LEAST + build._WITH_AVX512[:-1]))
-    sources = tmp_path / "sources"  # the header decides, and of the C files the smallest says how; all take seconds
-    sources.mkdir()
-    for name in ("quantkit.h", "amx.h", "avx2.h", "scratch.c"):
-        shutil.copy(FOLDER / name, sources)
-    path, _ = build.build_library(sources)
-    assert not build.load_library(path).qk_has_avx512()
+ALL = frozenset(build.INSTRUCTION_SETS["amx"])
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "reason"),
+    ("without", "widest", "names"),
     [
-        ("cpu_flags", lambda: frozenset({"avx2", "fma"}), "off: this CPU has no f16c"),
-        ("find_compiler", lambda: "/bin/false", "off: /bin/false failed: no message"),
+        ((), None, ["amx", "avx512", "avx2"]),
+        ((), "1", ["amx", "avx512", "avx2"]),
+        ((), "avx512", ["avx512", "avx2"]),
+        ((), "avx2", ["avx2"]),
+        (["amx_int8"], None, ["avx512", "avx2"]),
+        (["avx512_vnni"], None, ["avx2"]),
+        (["avx512_vnni"], "avx512", ["avx2"]),
     ],
 )
-def test_what_is_missing_is_said(monkeypatch, name, replacement, reason):
-    monkeypatch.setattr(build, name, replacement)
-    if name != "cpu_flags":
-        monkeypatch.setattr(build, "_LEAST", ())
+def test_the_cpu_and_the_user_decide_which_libraries_are_suitable(monkeypatch, without, widest, names):
+    monkeypatch.setattr(build, "cpu_flags", lambda: ALL - set(without))
+    assert build.suitable_sets(widest) == names
+
+
+def test_a_compiler_asks_for_what_the_cpu_has_to_have():
+    assert " ".join(flag for flag in build.compile_flags("amx") if flag.startswith("-m")) == (
+        "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512bf16 -mavx512vnni "
+        "-mamx-tile -mamx-bf16 -mamx-int8"
+    )
+
+
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """The kernels' folder of a checkout on a CPU with AVX2, and in it the smallest of the C files; all take seconds."""
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.INSTRUCTION_SETS["avx2"]))
+    (tmp_path / "pyproject.toml").touch()
+    sources = tmp_path / "quantkit/kernels/cpu"
+    sources.mkdir(parents=True)
+    for name in ("quantkit.h", "amx.h", "avx2.h", "scratch.c"):
+        shutil.copy(FOLDER / name, sources)
+    return sources
+
+
+@needs_compiler
+def test_in_a_checkout_the_first_use_compiles_the_library_of_this_cpu(checkout):
+    library = build.find_library(checkout)
+    assert library == build.library_file(checkout, "avx2")
+    assert not build.load_library(library).qk_has_avx512()
+    assert build.compiler_of(library) in cpu.status()
+    written = library.stat().st_mtime_ns
+    assert build.find_library(checkout).stat().st_mtime_ns == written
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_not_loaded(checkout, monkeypatch):
+    stale = build.find_library(checkout)
+    with (checkout / "quantkit.h").open("a") as file:
+        file.write("/* another */\n")
+    fresh = build.find_library(checkout)
+    assert fresh != stale
+    assert fresh.is_file()
+    monkeypatch.setattr(build, "_COMPILE", (*build._COMPILE, "-O1"))
+    assert build.find_library(checkout) not in (stale, fresh)
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_amx_compiles_the_next_library(checkout, monkeypatch):
+    monkeypatch.setattr(build, "cpu_flags", lambda: ALL)
+    old = checkout / "old_gcc"
+    old.write_text(f'#!/bin/sh\ncase "$*" in *amx*) exit 1;; esac\nexec {build.find_compiler()} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CC", str(old))
+    assert build.find_library(checkout).name.startswith("avx512-")
+
+
+def test_an_installed_program_takes_the_widest_library_and_compiles_nothing(checkout, monkeypatch):
+    (checkout.parents[2] / "pyproject.toml").unlink()
+    monkeypatch.setattr(build, "cpu_flags", lambda: ALL)
+    monkeypatch.setattr(build, "_run", None)
+    with pytest.raises(build.BuildError, match="installed without compiled kernels; install gcc, then"):
+        build.find_library(checkout)
+    for name in ("avx2", "avx512"):
+        build.library_file(checkout, name).touch()
+        assert build.find_library(checkout) == build.library_file(checkout, name)
+    assert build.find_library(checkout, widest="avx2") == build.library_file(checkout, "avx2")
+
+
+def test_a_cpu_without_avx2_has_no_library(monkeypatch):
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
     library = Library(FOLDER)
     assert library.get() is None
-    assert library.status() == reason
+    assert library.status() == "off: this CPU has no f16c"
+
+
+def test_a_compiler_that_fails_is_named(checkout, monkeypatch):
+    monkeypatch.setattr(build, "find_compiler", lambda: "/bin/false")
+    library = Library(checkout)
+    assert library.get() is None
+    assert library.status() == "off: /bin/false failed: no message"
+
+
+def test_a_checkout_of_another_user_is_told(checkout, monkeypatch):
+    monkeypatch.setattr(build.os, "access", lambda path, mode: False)
+    with pytest.raises(build.BuildError, match=r"cannot write .*/avx2-\w+\.so; run quantkit once as the owner"):
+        build.find_library(checkout)
+
+
+@needs_compiler
+def test_a_torch_without_openmp_has_no_library(monkeypatch):
+    monkeypatch.setattr(build, "find_openmp", lambda: None)
+    assert Library(FOLDER).status() == "off: this torch has no OpenMP library, which the C kernels share"
 
 
 def test_the_files_that_wider_cpus_run_again_are_there(request):
@@ -106,6 +187,7 @@ def finds_no_compiler(folder, settings, work):
     """Do some work where PATH has no compiler; what it says goes to a file."""
     os.environ.pop("CC", None)
     os.environ.update({"PATH": str(folder), **settings})
+    build.library_file = lambda sources, name: folder / f"{name}.so"  # not compiled yet
     for library in (cpu._LIBRARY, numerics._LIBRARY):
         vars(library).pop("_loaded", None)  # imports have loaded it
     with (folder / "said").open("w") as stream, redirect_stdout(stream), redirect_stderr(stream):
@@ -176,59 +258,12 @@ def test_two_builds_at_once_do_no_harm(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.c", "answer.so"]
 
 
-def test_the_cache_is_private(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "is_private", lambda folder: folder.is_relative_to(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = build.cache_folder()
-    assert folder == tmp_path / "quantkit" / "native"
-    assert folder.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
-def test_a_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path, mode):
-    folder = tmp_path / "quantkit" / "native"
-    folder.mkdir(parents=True)
-    folder.chmod(mode)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert not build.is_private(folder)
-    fresh = build.cache_folder()
-    assert not fresh.is_relative_to(tmp_path / "quantkit")
-    assert build.is_private(fresh)
-
-
-def test_a_folder_below_one_that_others_can_write_is_not_private(tmp_path):
-    folder = tmp_path / "shared" / "mine"
-    folder.mkdir(parents=True, mode=0o700)
-    folder.chmod(0o700)
-    folder.parent.chmod(0o777)
-    assert not build.is_private(folder)
-    folder.parent.chmod(0o1777)  # sticky: nobody can rename what is not theirs
-    assert build.is_private(folder) == build.is_private(tmp_path)
-
-
-def test_a_cache_that_cannot_be_made_is_done_without(monkeypatch, tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert build.is_private(build.cache_folder())
-
-
-def test_a_user_without_a_home_gets_a_folder_for_this_process(monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(build.Path, "home", homeless)
-    assert build.is_private(build.cache_folder())
-
-
-def test_a_compiler_that_says_nothing_is_no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_compiler_that_says_nothing_is_no_compiler(checkout, monkeypatch, tmp_path):
     silent = tmp_path / "cc"
     silent.write_text("#!/bin/sh\n")
     silent.chmod(0o755)
     monkeypatch.setattr(build, "find_compiler", lambda: str(silent))
-    library = Library(FOLDER)
+    library = Library(checkout)
     assert library.get() is None
     assert library.status().startswith("off: ")
 

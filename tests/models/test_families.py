@@ -75,8 +75,8 @@ def test_linears_of_a_set_see_the_same_tensor(name):
     [
         ({}, "no 'architectures' entry"),
         ({"architectures": []}, "no 'architectures' entry"),
-        ({"architectures": ["BertModel"]}, "'BertModel' is not supported by the native backend"),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "exaone"}, "is not supported by the native backend"),
+        ({"architectures": ["BertModel"]}, "'BertModel' is not supported by quantkit's own layers"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "exaone"}, "is not supported by quantkit's own layers"),
     ],
 )
 def test_unknown_families_are_refused(config, message):

@@ -326,7 +326,7 @@ def test_an_impossible_recipe_is_one_line(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODELS["gpt-oss-20b"]))
     strict = {"weights.group_size": {"size": 128, "strict": True}}
-    with pytest.raises(RecipeError, match=r"recipe 'rtn-int4' cannot be used .* group_size 128 .* \(\d+ more"):
+    with pytest.raises(RecipeError, match=r"recipe 'rtn-int4' cannot be used .* group_size 128 .* \(and \d+ more"):
         estimate(path, recipe="rtn-int4", overrides=strict)
     rows = {row.scheme.name: row for row in estimate(path).weights}
     assert rows["int4 g128"].problem is rows["int8 channel"].problem is None

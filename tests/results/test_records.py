@@ -33,7 +33,7 @@ def test_a_report_survives_json(report):
 
 
 def test_a_report_of_another_version_is_refused_before_its_fields_are_looked_at():
-    with pytest.raises(ReportError, match=r"schema version 9, but this quantkit reads 1 to 2; run `quantkit verify`"):
+    with pytest.raises(ReportError, match=r"schema version 9, but this quantkit reads versions 1 to 2; run `quantkit"):
         Report.from_dict({"schema_version": 9, "novel": 1})
 
 

@@ -165,8 +165,8 @@ def test_checkpoints_of_other_tools(tmp_path, name):
 
 
 BROKEN = {
-    "missing": ({}, "config.json promises fixed KV cache scales, but model.layers.0.self_attn.k_scale"),
-    "one side": (by_layer("k_scale"), "has scales for only one of keys and values"),
+    "missing": ({}, "config.json says that KV cache scales are stored, but model.layers.0.self_attn.k_scale"),
+    "one side": (by_layer("k_scale"), "has KV cache scales for only its keys or only its values"),
     "zero": ({**by_layer("k_scale", "v_scale"), "model.layers.1.self_attn.v_scale": torch.zeros(1)}, "v_scale is 0"),
     "nan": (
         {**by_layer("k_scale", "v_scale"), "model.layers.0.self_attn.k_scale": torch.tensor(float("nan"))},
@@ -233,7 +233,7 @@ def test_the_summary_says_which_layers_differ(made):
 
 def test_what_transformers_runs_says_that_the_cache_is_not_followed(made):
     llm = LLM(made("int4", **CACHES["int4"]), backend="transformers", dtype="float32", threads=1)
-    assert "which only native models support" in llm.describe()["notes"]
+    assert "transformers runs this model and keeps keys and values unquantized" in llm.describe()["notes"]
     assert llm.kv_type == "auto"
 
 

@@ -210,12 +210,12 @@ def test_a_prompt_is_whole_numbers_of_any_kind():
 
 def test_what_cannot_fit_is_refused_with_the_number_that_would():
     engine = build_engine(model=ToyModel(max_length=30))
-    with pytest.raises(RequestError, match="prompt has 30 tokens and the context is 30 tokens; at most 29 fit"):
+    with pytest.raises(RequestError, match="but the context is 30 tokens; shorten the prompt to 29 tokens"):
         engine.add([1] * 30)
-    with pytest.raises(RequestError, match=r"20 tokens and max_tokens 11 need 31, but the context is 30.*can be 10"):
+    with pytest.raises(RequestError, match=r"max_tokens 11 need 31 tokens, but the context is 30.*to 10 or less"):
         engine.add([1] * 20, SamplingParams(max_tokens=11))
     engine = build_engine(num_pages=5)
-    with pytest.raises(RequestError, match="need 21, but the KV pool holds 20 tokens; max_tokens can be 18"):
+    with pytest.raises(RequestError, match="need 21 tokens, but the KV pool holds 20 tokens; set max_tokens to 18"):
         engine.add([1] * 2, SamplingParams(max_tokens=19))
     assert not engine.has_work
     assert len(one(engine, [1] * 2, max_tokens=18).token_ids) == 18
@@ -227,7 +227,7 @@ def test_what_cannot_fit_is_refused_with_the_number_that_would():
     ("prompt", "params", "said"),
     [
         ([], {}, "the prompt is empty"),
-        ([1, VOCAB], {}, "token 32; the model knows 0 to 31"),
+        ([1, VOCAB], {}, "token 32; the model's token ids are 0 to 31"),
         ([-1], {}, "token -1"),
         ([1], {"stop": "x"}, "stop texts need a tokenizer"),
     ],

@@ -41,8 +41,8 @@ def test_what_is_no_size_is_refused(text):
         ({"num_pages": -1}, "num_pages is -1"),
         ({"page_size": 1.5}, "page_size is 1.5"),
         ({"max_sequences": 0}, "max_sequences is 0"),
-        ({"token_budget": 3}, "token_budget is 3 for 4 sequences"),
-        ({"max_length": 100, "num_pages": 6}, "6 pages of 16 tokens hold 96.*use 7 pages or more"),
+        ({"token_budget": 3}, "token_budget is 3, but each of 4 sequences"),
+        ({"max_length": 100, "num_pages": 6}, "6 pages of 16 tokens hold 96 tokens.*use 7 pages or more"),
     ],
 )
 def test_contradictions_are_found_before_loading(settings, said):

@@ -266,7 +266,7 @@ def test_steps_that_are_launched_early_or_guessed_write_the_same_text(model, set
 
 REFUSED = {
     "pages of 4 tokens, give at least 13": {"kv_budget": 12},
-    "KV pool holds 80 and needs a free page .* give a budget of 76 or less": {
+    "KV pool holds 80 tokens, and one page must stay free .* give a budget of 76 or less": {
         "kv_budget": 78,
         "num_pages": 20,
     },
@@ -289,7 +289,7 @@ def test_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(RequestError, match=r"pages of 4 tokens and a sliding window of 32, give at least 44"):
         LLM(windowed, page_size=4, kv_budget=40, lazy=True)
     plain = make_loud_model(tmp_path / "plain", "llama")
-    with pytest.raises(RequestError, match="a draft model, which keeps all keys and values"):
+    with pytest.raises(RequestError, match="a draft model keeps all keys and values"):
         LLM(plain, kv_budget=256, speculate=plain, lazy=True)
     with pytest.raises(RequestError, match="keeps its own keys and values"):
         LLM(plain, kv_budget=256, backend="transformers")

@@ -119,7 +119,7 @@ def test_tensors_without_a_place_and_of_other_shapes_are_refused(tmp_path):
 
 def test_a_kv_type_that_it_cannot_keep_is_refused(tmp_path):
     folder = make_loud_model(tmp_path, "olmo")
-    with pytest.raises(RequestError, match="kv_cache 'int4' works only with models that run natively"):
+    with pytest.raises(RequestError, match="kv_cache is 'int4', but transformers runs this model"):
         LLM(folder, backend="transformers", kv_cache="int4", threads=1)
 
 

@@ -208,3 +208,34 @@ def test_stats_speak_of_it(load, family_models, monkeypatch):
     loaded = LLM(family_models["llama"], device="cpu", threads=1)
     monkeypatch.setattr(loaded.model, "device", torch.device("meta"))
     assert loaded.describe()["GPU kernels"] == "agree with torch in all checks"
+
+
+def test_verdicts_are_kept_in_a_private_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = kernel_check.cache_folder()
+    assert folder == tmp_path / "quantkit/kernel-checks"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path, mode):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel_check.cache_folder().chmod(mode)
+    fresh = kernel_check.cache_folder()
+    assert not fresh.is_relative_to(tmp_path / "quantkit")
+    assert fresh.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_cannot_be_made_is_done_without(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not kernel_check.cache_folder().is_relative_to(tmp_path / "file")
+
+
+def test_a_user_without_a_home_gets_a_folder_for_this_process(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(kernel_check.Path, "home", homeless)
+    assert kernel_check.cache_folder().is_dir()

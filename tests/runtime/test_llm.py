@@ -176,11 +176,11 @@ def test_scores_go_through_the_quantized_cache(loud_llama, llm, kind):
 
 
 def test_scoring_refuses_what_does_not_fit(llm):
-    with pytest.raises(RequestError, match="has 513 tokens and the context is 512 tokens; at most 512 fit"):
+    with pytest.raises(RequestError, match="has 513 tokens, but the context is 512 tokens; shorten the prompt to 512"):
         llm.score([[1] * 513])
     with pytest.raises(RequestError, match="the prompt is empty"):
         llm.score([[]])
-    with pytest.raises(RequestError, match="token 260; the model knows 0 to 259"):
+    with pytest.raises(RequestError, match="token 260; the model's token ids are 0 to 259"):
         llm.score([[260]])
     with pytest.raises(RequestError, match="chunk_size is 0"):
         llm.score([[1]], 0)
@@ -240,7 +240,7 @@ def test_an_empty_prompt_without_bos_is_refused(loud_llama, tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(made)
     tokenizer.backend_tokenizer.post_processor = None
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="</s>").save_pretrained(made)
-    with pytest.raises(RequestError, match="the prompt is empty and the tokenizer has no BOS"):
+    with pytest.raises(RequestError, match="the prompt is empty, and the tokenizer has no BOS"):
         LLM(made, dtype="float32", threads=1).generate("")
 
 
@@ -259,8 +259,8 @@ def test_end_tokens_come_from_the_generation_config(loud_llama, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_length": 600}, "max_length is 600, but the model's context is 512"),
-        ({"num_pages": 1, "max_length": 100}, "1 pages of 64 tokens hold 64, too few for a sequence of max_length 100"),
+        ({"max_length": 600}, "max_length is 600, but the model's context is 512 tokens; give 512 or less"),
+        ({"num_pages": 1, "max_length": 100}, "1 pages of 64 tokens hold 64 tokens, too few for a sequence"),
         ({"memory": "1KiB"}, "a KV pool of 1.0 KiB is too small for one page"),
         ({"memory": "lots"}, "memory 'lots' is not an amount"),
         ({"kv_cache": "int5"}, "unknown KV cache type 'int5'"),
@@ -288,10 +288,10 @@ def test_a_step_takes_more_tokens_on_a_gpu_unless_it_is_told(loud_llama, monkeyp
 
 
 def test_a_bad_prompt_leaves_nothing_behind(llm):
-    with pytest.raises(RequestError, match="the prompt has 600 tokens and the context is 512 tokens"):
+    with pytest.raises(RequestError, match="the prompt has 600 tokens, but the context is 512 tokens"):
         llm.generate([[1], [1] * 600])
     assert not llm.engine.has_work
-    with pytest.raises(RequestError, match="2 prompts have 1 sampling parameters"):
+    with pytest.raises(RequestError, match="there are 2 prompts but 1 SamplingParams"):
         llm.generate(["a", "b"], [GREEDY])
 
 

@@ -275,10 +275,10 @@ def test_the_backend_is_chosen_by_what_the_family_needs(llama, tmp_path):
     other = make_loud_model(tmp_path / "other", "bloom")
     assert isinstance(load_model(other), TransformersModel)
     with pytest.raises(
-        ModelError, match="'BloomForCausalLM' is not supported by the native backend; use backend='transformers'"
+        ModelError, match="'BloomForCausalLM' is not supported by quantkit's own layers; use backend='transformers'"
     ):
         load_model(other, backend="native")
-    with pytest.raises(InputError, match="head_dtype 'int8' works only with models that run natively"):
+    with pytest.raises(InputError, match="head_dtype is 'int8', but transformers runs this model"):
         load_model(other, head_dtype="int8")
     # A switch that the family has, but not here.
     clipped = make_loud_model(tmp_path / "clipped", "llama")

@@ -98,10 +98,10 @@ def test_a_bounded_step_is_not_native(tmp_path):
 
 def test_drafts_are_refused(models):
     folder, _ = models("qwen3_5_text")
-    with pytest.raises(RequestError, match=r"the model keeps a state, .* leave speculate out"):
+    with pytest.raises(RequestError, match=r"the model keeps a recurrent state, .* leave speculate out"):
         LLM(folder, lazy=True, speculate="ngram")
     plain = make_loud_model(folder.parent / "plain", "llama")
-    with pytest.raises(RequestError, match=r"the draft model keeps a state"):
+    with pytest.raises(RequestError, match=r"the draft model keeps a recurrent state"):
         LLM(plain, lazy=True, speculate=folder)
 
 

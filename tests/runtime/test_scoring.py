@@ -154,12 +154,12 @@ BAD = [
     (
         ScoredText(ids=(1,) * 514, num_scored=1),
         None,
-        "the prompt has 513 tokens and .* at most 512 fit$",
+        "the prompt has 513 tokens, but .* shorten the prompt to 512 tokens or less$",
     ),
     (ScoredText(ids=(1, 2, 3), num_scored=3), None, "cannot score 3 of 3 tokens; score at least 1 and at most 2"),
     (ScoredText(ids=(1, 2, 3), num_scored=0), None, "cannot score 0 of 3 tokens"),
-    (ScoredText(ids=(1, 999, 3), num_scored=1), None, "token 999; the model knows 0 to 259"),
-    (ScoredText(ids=(1, 2, 999), num_scored=1), None, "token 999; the model knows 0 to 259"),
+    (ScoredText(ids=(1, 999, 3), num_scored=1), None, "token 999; the model's token ids are 0 to 259"),
+    (ScoredText(ids=(1, 2, 999), num_scored=1), None, "token 999; the model's token ids are 0 to 259"),
     (ScoredText(ids=(1, 2), num_scored=1), 0, "chunk_size is 0; give an integer of at least 1"),
 ]
 

@@ -85,7 +85,7 @@ def test_a_draft_model_without_room_proposes_nothing():
 
 def test_another_vocabulary_is_refused_with_both_sizes():
     config = EngineConfig(page_size=4, max_sequences=2, token_budget=64)
-    with pytest.raises(RequestError, match="32 tokens in its vocabulary, the model 99"):
+    with pytest.raises(RequestError, match="vocabulary has 32 tokens, but the model's has 99"):
         DraftModelProposer(ToyModel(), ToyCache(3, 4), config, num_pages=3, vocab_size=99)
 
 

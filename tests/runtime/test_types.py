@@ -24,7 +24,7 @@ from quantkit.runtime.types import SamplingParams
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens is True"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"repetition_penalty": 1e39}, "repetition_penalty is 1e+39; it must be from 0.001 to 1000; 1 is none"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty is 1e+39; it must be from 0.001 to 1000; 1 is no penalty"),
         ({"presence_penalty": float("inf")}, "presence_penalty is inf"),
         ({"presence_penalty": -1e39}, "presence_penalty is -1e+39; it must be from -1000 to 1000"),
         ({"frequency_penalty": None}, "frequency_penalty is None"),

@@ -38,7 +38,7 @@ def test_bench_over_http(served, checkpoint):
 def test_bench_over_http_for_people(served):
     result = run("bench", "--url", f"{served.url}/v1", "--batch", "2", "--prompt-tokens", 9, "--new-tokens", 3)
     assert result.exit_code == 4, "its vocabulary has 260 tokens, which nobody said"
-    assert "the model knows 0 to 257" in result.output or "the model knows 0 to 259" in result.output
+    assert "token ids are 0 to 257" in result.output or "token ids are 0 to 259" in result.output
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [

@@ -164,7 +164,7 @@ def test_the_command_shows_rows_of_both_kinds_and_ends_with_the_code_of_what_fai
     assert shown.exit_code == 4
     assert "demo, smallest first" in shown.stdout
     assert "no such thing" in shown.stdout
-    assert "error: 1 of 2 trials failed: demo-rtn-int8: no such thing" in shown.stderr
+    assert "error: 1 of 2 trials failed; the first is demo-rtn-int8: no such thing" in shown.stderr
     answer = CliRunner().invoke(main, [*line, "--json"])
     assert answer.exit_code == 4
     numbers = json.loads(answer.stdout)

@@ -1,4 +1,4 @@
-"""Algorithms that choose the numbers: one file each, named as in a recipe."""
+"""Compression algorithms, which are the steps of a recipe. Each has its own file, named like the step in a recipe."""
 
 from quantkit.registry import Registry
 

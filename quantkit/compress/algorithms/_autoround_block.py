@@ -1,9 +1,10 @@
 """Prepare a decoder layer for gradients: tunable copies of its weights, its inputs and targets, and its output error.
 
 The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses. Tuning therefore calls the layer with
-ordinary copies of its parameters. Autograd differentiates only the layer itself. It passes the gradient of each decoded
-weight to `_autoround_weight` at once, so memory holds only one weight's gradient at a time. Shapes: B sequences, T
-tokens, D hidden width; N outputs, K inputs of a linear.
+ordinary copies of its parameters. Autograd differentiates only the layer itself. The gradient of each decoded weight
+goes to `_autoround_weight` as soon as it is complete. So if a step uses one sequence, memory holds only one weight's
+gradient at a time.
+Shapes: B sequences, T tokens, D hidden width; N outputs, K inputs of a linear.
 """
 
 import math
@@ -25,7 +26,7 @@ from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.output.writer import write_shard
 
-# Keeps gradients of float16 layers away from both ends of float16's range; their signs do not depend on it.
+# Factor that keeps the gradients of float16 layers away from both ends of float16's range; their signs stay the same.
 _LOSS_SCALE = 1024.0
 
 Step = Callable[[str, Tensor, Tensor], None]
@@ -33,10 +34,10 @@ Step = Callable[[str, Tensor, Tensor], None]
 
 
 class Examples:
-    """Inputs of a layer in the quantized model, with the layer's outputs in the original model.
+    """Inputs of a layer in the quantized model, with the layer's outputs in the original model as targets.
 
     Args:
-        layer: the layer, with the hidden states of both models. Outputs are stored where the hidden states are, in
+        layer: the layer, with the hidden states of both models. The targets are stored where the hidden states are, in
             memory or on disk.
     Attributes:
         sequences: batch number and row of each sequence.
@@ -53,18 +54,22 @@ class Examples:
         return len(self._store)
 
     def batch(self, number: int, rows: slice = slice(None)) -> tuple[Batch, Tensor]:
-        """Return the inputs and the target outputs (B, T, D) of one batch, or of some rows of it, as
-        ordinary tensors.
+        """Return the inputs and the target outputs (B, T, D) of one batch, or of some rows of the batch.
+
+        The tensors are ordinary ones, not tensors of inference mode.
         """
         states, target = self._store[number][rows], states_of(self._target(number))
-        if isinstance(states, Tensor):  # else one sequence; its first dimension may be residual streams
+        if isinstance(states, Tensor):  # otherwise one sequence, whose first dimension may be residual streams
             target = target[rows]
         # Copied in any case: the store may hold tensors of inference mode, which autograd refuses.
         return states.to(self._device, copy=True), target.to(self._device, copy=True)
 
 
 def _targets(layer: LayerContext) -> Callable[[int], Batch]:
-    """Return a function that gives the original layer's output for a batch; each output is computed once."""
+    """Return a function that, given a batch's number, returns the original layer's output for this batch.
+
+    Each output is computed only once.
+    """
     data, beside = layer.data, layer.store.beside
     if data.targets is not None:
         return list(data.targets).__getitem__ if layer.store.in_memory else data.targets.__getitem__
@@ -76,7 +81,7 @@ def _targets(layer: LayerContext) -> Callable[[int], Batch]:
 
 
 def _saved(folder: Path, tensors: Iterable[Tensor]) -> Callable[[int], Tensor]:
-    """Write each tensor to a file of its own; return a function that reads one by number."""
+    """Write each tensor to a file of its own. Return a function that, given a tensor's number, reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, tensor in enumerate(tensors):
         write_shard(folder / str(number), {"target": tensor})
@@ -84,12 +89,12 @@ def _saved(folder: Path, tensors: Iterable[Tensor]) -> Callable[[int], Tensor]:
 
 
 class TunedBlock:
-    """A layer with copies of its weights for which gradients are computed; made by `tunable`. *Mutable*.
+    """A layer that computes with tunable copies of its weights; created by `tunable`. *Mutable*.
 
     Args:
         layer: the layer, called with `values` in place of its parameters and buffers.
-        values: ordinary tensors by relative name.
-        weights: those of `values` that are tuned, keyed by the linear's relative name.
+        values: ordinary tensors, keyed by the relative name of the parameter or buffer.
+        weights: the tensors of `values` to tune, keyed by the linear's relative name.
     """
 
     def __init__(self, layer: LayerContext, values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
@@ -103,9 +108,9 @@ class TunedBlock:
         """Backpropagate this batch's relative error (squared error / squared norm of the target), and return it.
 
         Args:
-            hidden, target: inputs and outputs from `Examples`.
-            step: called once per linear that received a gradient, as soon as that gradient is complete. None = keep the
-                gradients and add those of later batches. It is not called if the error is not finite.
+            hidden, target: inputs and target outputs of the batch; see `Examples.batch`.
+            step: called once for each linear that received a gradient, as soon as that gradient is complete; not called
+                if the error is not finite. None = keep the gradients, to which later batches add theirs.
         """
         self._step, self._calls = step, dict.fromkeys(self.weights, 0)
         with torch.enable_grad():
@@ -114,13 +119,13 @@ class TunedBlock:
             relative = float(error.detach() / size)
             if not math.isfinite(relative):
                 return relative
-            # Relative to the size of the output: gradients then suit float16, whatever the layer.
+            # Divided by the norm of the target, so that the gradients of every layer fit into float16.
             (error * (_LOSS_SCALE / size)).backward()  # type: ignore[no-untyped-call]
         self._finish()
         return relative
 
     def _finish(self) -> None:
-        """Run the steps of linears that the last batch did not reach, or whose gradient autograd computed."""
+        """Call `step` for linears whose gradient autograd computed, or which only earlier batches reached."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 self._sums[name] = weight.grad.add_(self._sums.pop(name, 0))
@@ -129,14 +134,16 @@ class TunedBlock:
                 self._step(name, self._sums.pop(name), weight)
 
     def multiply(self, name: str, linear: nn.Linear, inputs: Tensor) -> Tensor:
-        """Return the linear's output, computed with this block's weight."""
+        """Return a linear's output, computed with the tunable weight; the weight's gradient goes to `_take`."""
         self._calls[name] += torch.is_grad_enabled()
         take = partial(self._take, name)
         outputs: Tensor = _Product.apply(inputs, linear.weight, linear.bias, take)  # type: ignore[no-untyped-call]
         return outputs
 
     def _take(self, name: str, outputs: Tensor, inputs: Tensor) -> None:
-        """Add one call's share of a weight's gradient: gradient of the outputs (T, N) times inputs (T, K)."""
+        """Add the contribution of one call to a weight's gradient: the gradient of the call's outputs (T, N),
+        transposed, times the call's inputs (T, K). After the last call, run `step`.
+        """
         weight = self.weights[name]
         if self._gradient.numel() < weight.numel():
             self._gradient = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
@@ -144,7 +151,7 @@ class TunedBlock:
         self._calls[name] -= 1
         if name in self._sums:
             gradient += self._sums.pop(name)
-        # Step only after the last call: a weight must stay unchanged until all its calls have been run backwards.
+        # Only after the last call, because a weight must stay unchanged until all its calls have been run backwards.
         if self._step is not None and not self._calls[name]:
             self._step(name, gradient, weight)
         else:
@@ -152,7 +159,7 @@ class TunedBlock:
 
     @torch.no_grad()
     def error(self, examples: Examples, batches: range) -> float:
-        """Return the squared error of the outputs of these batches, relative to the squared norm of the targets."""
+        """Return the squared error of the layer's outputs for some batches, relative to the targets' squared norm."""
         wrong = total = 0.0
         for number, rows in (each for each in examples.sequences if each[0] in batches):
             hidden, target = examples.batch(number, rows)
@@ -170,10 +177,10 @@ class TunedBlock:
 
 @contextmanager
 def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBlock]:
-    """While open, a copy of the layer's parameters can be tuned; the layer keeps its own parameters.
+    """Yield a block that computes as the layer does, but with tunable copies of the parameters of the layer.
 
     Args:
-        layer: the layer; while open, its linears receive quantized inputs, as at run time.
+        layer: the layer. Inside the context, its linears receive quantized inputs, as at run time.
         linears: relative names of the linears to tune.
     """
     kept = {**dict(layer.block.named_parameters()), **dict(layer.block.named_buffers())}
@@ -185,14 +192,14 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
         for name in linears:
             linear = layer.linear(name)
             if type(linear).forward is not nn.Linear.forward:
-                continue  # autograd computes its gradient, see `_finish`
+                continue  # autograd computes the gradient of this linear, see `_finish`
             vars(linear)["forward"] = partial(block.multiply, name, linear)  # overrides the class's method
             stack.callback(vars(linear).pop, "forward")
         yield block
 
 
 class _Product(torch.autograd.Function):
-    """The product x W' + b, whose gradient for W goes to a function instead of to autograd."""
+    """The product x W' + b. Autograd does not compute the gradient of W; the function `take` does so."""
 
     @staticmethod
     def forward(  # type: ignore[override]

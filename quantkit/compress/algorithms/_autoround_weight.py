@@ -1,9 +1,9 @@
-"""Tunable rounding of one weight: an offset per weight, a factor per scale, and a shift per zero point.
+"""Tunable rounding of one weight matrix: an offset per element, a factor per scale, and a shift per zero point.
 
-Value = scale (code - zero), code = clamp(round(weight / scale + offset) + zero), scale = start * factor. For gradients,
-rounding counts as the identity (straight-through estimator), and clamping does not. The gradients are computed by
-explicit formulas, in blocks of rows that fit a CPU's cache. This needs no autograd graph and no temporary of the
-weight's size. `_autoround_block` provides the gradient of the values and decides how often to step.
+Value = scale (code - zero), code = clamp(round(weight / scale + offset) + zero), scale = start * factor. The gradients
+take clamping into account, but not rounding (straight-through estimator). Explicit formulas compute the gradients, in
+blocks of rows that fit a CPU's cache. This needs no autograd graph and no temporary of the weight's size.
+`_autoround_block` computes the gradient of the loss with respect to the values, and decides when to take a step.
 Shapes: N outputs, K inputs, G groups of g inputs.
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs; Esser et
 al. 2019, Learned Step Size Quantization (gradient of the scale).
@@ -18,7 +18,7 @@ from quantkit.numerics.affine import Ranges, WeightGrid, assemble, on_rows
 from quantkit.numerics.scales import round_scale
 from quantkit.numerics.tensor import QuantizedTensor
 
-# Number of weights processed at once.
+# Number of elements that are processed at once.
 _BLOCK = 1 << 19
 # Largest offset, in codes. The paper's 0.5 can only choose between the two nearest codes.
 _FURTHEST = 1.0
@@ -26,12 +26,12 @@ _FACTORS = (0.25, 2.0)
 
 
 class TunedWeight:
-    """One weight whose rounding and ranges are tuned. It keeps a reference to the weight and a float32 tensor of its
-    size.
+    """One weight matrix whose rounding and ranges are tuned. The object holds a reference to the matrix and one float32
+    tensor of the same shape.
 
     Args:
-        weight: (N, K), any float dtype; not modified, and it must not change while it is tuned.
-        grid: the grid; integers with a scale per row or per group of a row.
+        weight: (N, K), any float dtype; not modified, and must not change during tuning.
+        grid: grid that the weight is rounded to: an integer type with a scale per row or per group of a row.
         ranges: initial ranges.
     """
 
@@ -43,14 +43,14 @@ class TunedWeight:
         self.reset()
 
     def reset(self) -> None:
-        """Return to rounding to nearest in the initial ranges."""
+        """Undo all tuning, so that the weight is again rounded to nearest in the initial ranges."""
         self.offset = torch.zeros(self._weight.shape, device=self._weight.device)
         self.factor = torch.ones_like(self._start)
         self.shift = torch.zeros_like(self._start)
         self._scale, self._zero = self._parameters(slice(None))  # as stored
 
     def dequantize(self, out: Tensor) -> None:
-        """Write the values of the present codes into (N, K) `out`, in its dtype."""
+        """Write the values of the current codes to `out` (N, K), in the dtype of `out`."""
         for rows, (ratio, codes, *_) in self._blocks():
             scale, zero = self._present(rows)
             self._write(rows, self._ratio(rows, scale, ratio), scale, zero, codes, out)
@@ -93,10 +93,10 @@ class TunedWeight:
         return assemble(stored, Ranges(self._scale, self._zero), self._grid)
 
     def _blocks(self) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield blocks of rows, each with the same four float32 scratch tensors (R, G, g), whose contents are
+        """Yield blocks of rows. Each comes with the same four float32 scratch tensors (R, G, g), whose contents are
         undefined.
 
-        Reusing the memory is faster: a CPU would otherwise free it after every operation and map its pages again.
+        Reusing memory is faster: otherwise, a CPU would free memory after each operation and map it again for the next.
         """
         num_rows, groups = self._weight.shape[0], self._start.shape[1]
         scratch = torch.empty(
@@ -110,7 +110,7 @@ class TunedWeight:
         return self._scale[rows], None if self._zero is None else self._zero[rows]
 
     def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Compute scales and zero points (R, G) from the tuned parameters; a scale keeps its initial sign."""
+        """Compute the scales and zero points (R, G) from the tuned parameters; scales keep their initial signs."""
         start = self._start[rows]
         # Round the magnitude, because a scale that underflows becomes a positive epsilon; then restore the sign.
         scale = on_rows(round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype), self._grid).copysign_(
@@ -123,11 +123,11 @@ class TunedWeight:
         )
 
     def _ratio(self, rows: slice, scale: Tensor, out: Tensor) -> Tensor:
-        """Return the weights in units of their scale, (R, G, g)."""
+        """Write weight / scale to `out` (R, G, g), and return `out`."""
         return out.copy_(self._weight[rows].view_as(out)).div_(scale.unsqueeze(-1))
 
     def _raw(self, rows: slice, ratio: Tensor, zero: Tensor | None, out: Tensor) -> Tensor:
-        """Return the codes before clamping, (R, G, g)."""
+        """Write the codes before clamping to `out` (R, G, g), and return `out`."""
         torch.add(ratio, self.offset[rows].view_as(ratio), out=out).round_()
         return out if zero is None else out.add_(zero.unsqueeze(-1))
 
@@ -137,9 +137,11 @@ class TunedWeight:
     def _gradients(
         self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None, scratch: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients with respect to the offset (R, G, g; in units of the scale), scale and zero point.
+        """Return the gradients of the loss with respect to offsets, scales and zero points.
 
-        The last two are (R, G); the zero point's is None for symmetric schemes.
+        Returns:
+            The gradient of each offset, divided by the scale, (R, G, g); of each scale, (R, G); and of each zero point,
+            (R, G), or None for symmetric schemes.
         """
         codes, inside, by_value = scratch
         raw = self._raw(rows, ratio, zero, inside)
@@ -150,7 +152,7 @@ class TunedWeight:
             codes -= zero.unsqueeze(-1)
         # d value / d scale is code - zero; where nothing was clamped, weight / scale is subtracted.
         by_scale = codes.addcmul_(ratio, inside, value=-1).mul_(by_value).sum(-1)
-        # Inside the range code and zero point move together and cancel; only clamped values feel the zero point.
+        # A shift of the zero point moves an unclamped code by as much, so only clamped values depend on the zero point.
         by_zero = None
         if zero is not None:
             by_zero = torch.addcmul(by_value, by_value, inside, value=-1, out=codes).sum(-1).mul_(-scale)

@@ -2,9 +2,9 @@
 
 Let W be a linear's weight, o its input in the original model, and x its input in the quantized model. The weight V with
 the least |V x - W o|^2 is V = W + W E H^-1, with E = mean (o - x) x' and H = mean x x'. This fit has K unknowns per
-output. From few tokens it is mostly noise, and worse than no correction. Therefore a ridge is added to H, and only a
-share of the correction is applied. Cross-validation chooses both: the correction is computed from one half of the
-tokens and tested on the other half.
+output. With few tokens, the correction W E H^-1 is mostly noise, and worse than none. Therefore a ridge is added to H,
+and only a share of the correction is applied. Cross-validation chooses the ridge and the share: the correction is
+computed from one half of the tokens and tested on the other half.
 Shapes: N outputs, K inputs, R outputs or combinations of outputs.
 Source: Li et al. 2025, GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration, section 4, which
 applies the same correction column by column; the cross-validation is our own.
@@ -20,9 +20,10 @@ from quantkit.compress.calibration.observers import CrossErrors
 from quantkit.distributed import assign_work, fill, rank
 from quantkit.numerics.matmul import add_products, multiplies_bfloat16, pack_matrix
 
-# Ridges that are tried, as fractions of the Hessian's mean diagonal.
+# Ridges to try, as fractions of the Hessian's mean diagonal.
 _RIDGES = (0.01, 0.1, 0.3)
-# Rows that are divided by a Hessian at once, and columns per block of its factor: large products, small triangles.
+# Number of rows that are divided by a Hessian at once, and of columns per block of the Hessian's factor. With these
+# sizes, most of the work is matrix products, and the triangles to solve are small.
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 
 Shift = Tensor | tuple[Tensor, ...]
@@ -30,21 +31,23 @@ Shift = Tensor | tuple[Tensor, ...]
 
 
 class Correction(NamedTuple):
-    """Ridge, as a fraction of the Hessian's mean diagonal, and share of the correction to apply."""
+    """Parameters of a correction: the ridge, as a fraction of the Hessian's mean diagonal, and the share to apply."""
 
     ridge: float
     share: float
 
 
 def choose_correction(hessians: list[Tensor], halves: list[Tensor], limit: float) -> Correction:
-    """Choose the ridge whose correction, computed from the first half of the tokens, helps most on the second half.
+    """Choose the ridge and the share of a correction by cross-validation between two halves of the tokens.
+
+    With the chosen ridge, the correction computed from the first half lowers the error on the second half most.
 
     Args:
-        hessians: (K, K) Hessian of each half; the upper triangle is not read; not modified.
+        hessians: Hessian (K, K) of each half; the upper triangles are not read; not modified.
         halves: see `CrossErrors`; not modified.
         limit: upper limit of the share.
     Returns:
-        The correction; its share is 0 if no correction helps.
+        The chosen correction, with a share of 0 if no correction lowers the error.
     """
     first, second = hessians
     best, gain = Correction(0.0, 0.0), 0.0
@@ -77,15 +80,17 @@ def _energy(rows: Tensor, hessian: Tensor) -> float:
 
 
 def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all: bool) -> Shift | None:
-    """Compute the shift that a correction adds to weights; the result reuses the memory of `errors.mean`.
+    """Compute the shift that `corrected` needs. The result reuses the memory of `errors.mean`.
 
     Args:
         errors: errors of the inputs; must not be used afterwards.
         hessian: (K, K); the upper triangle is not read; not modified.
-        chosen: see `choose_correction`.
-        by_all: True = every process calls this with equal arguments, and each computes some of the rows.
+        chosen: result of `choose_correction`.
+        by_all: whether every process calls this with equal arguments. Each process then computes some rows of E H^-1,
+            and all get the whole matrix.
     Returns:
-        The shift; None if nothing is corrected.
+        The shift: E H^-1 times the share, (K, K), or for each linear i of the set, W_i E H^-1 times the share, (N_i,
+        K). None if the share is 0 or the Hessian cannot be factorized.
     """
     lower = plain_factor(hessian, chosen.ridge) if chosen.share else None
     if lower is None:
@@ -103,13 +108,13 @@ def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all
 
 
 def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
-    """Return weights whose outputs for the quantized model's inputs are closest to the original model's outputs.
+    """Return corrected weights, whose outputs on the quantized model's inputs are closer to the original's outputs.
 
     Args:
-        weights: (N_i, K) weight of each linear; not modified.
-        shift: E H^-1, or a tuple of W_i E H^-1, which the result overwrites, so do not use the tuple afterwards.
+        weights: weight (N_i, K) of each linear; not modified.
+        shift: returned by `shift_of`. If it is a tuple, the corrected weights overwrite its matrices.
     Returns:
-        A (N_i, K) float32 weight for each linear.
+        A float32 weight (N_i, K) for each linear.
     """
     if not isinstance(shift, Tensor):
         return [own.add_(weight) for own, weight in zip(shift, weights, strict=True)]
@@ -122,11 +127,11 @@ def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
 
 
 def divide(matrix: Tensor, lower: Tensor) -> Tensor:
-    """Replace M (N, K) with M H^-1. Most of the work is matrix products, without LAPACK's copy of the factor.
+    """Return M H^-1. Unlike LAPACK, this does not copy the factor of H. Most of the work is matrix products.
 
     Args:
         matrix: M (N, K), overwritten with the result.
-        lower: (K, K) Cholesky factor of H; its upper triangle is not read.
+        lower: Cholesky factor (K, K) of H; its upper triangle is not read.
     """
     width = len(lower)
     blocks = [slice(start, min(start + _DIVIDED_COLUMNS, width)) for start in range(0, width, _DIVIDED_COLUMNS)]

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from quantkit.errors import ModelError
 
-# Rows copied at once when a matrix is reordered, or one triangle is copied to the other.
+# Number of rows that are copied at once when a matrix is reordered or one triangle is copied to the other.
 _COPIED = 256
-# Columns that are factorised at once on a CPU.
+# Number of columns that are factorised at once on a CPU.
 _PANEL = 512
 _DAMPING_FACTOR = 3.0
 _DAMPING_LIMIT = 100.0
@@ -18,12 +18,12 @@ _DAMPING_LIMIT = 100.0
 class Factor(NamedTuple):
     """A damped Hessian H and its Cholesky factor L, H = L L', stored in one square matrix.
 
-    L is in reverse rounding order, so GPTQ's loop runs from its last row upwards. H is in the order of the inputs.
+    The rows of L are in reverse rounding order, so GPTQ's loop begins with the last row. H has the order of the inputs.
 
     Args:
         lower: (K, K) float32: L on and below the diagonal, H above it.
         backwards: (K,) input column of each row of L.
-        raised: the damping, if it had to be raised; otherwise 0.
+        raised: the damping that was used if the requested one was not enough; otherwise 0.
         diagonal: (K,) float32, diagonal of H.
     """
 
@@ -33,7 +33,7 @@ class Factor(NamedTuple):
     diagonal: Tensor
 
     def hessian(self, rows: slice) -> Tensor:
-        """Return a copy of some rows (R, K) of H."""
+        """Return a copy of the given rows of H, (R, K)."""
         copied = torch.empty(rows.stop - rows.start, len(self.lower), device=self.lower.device)
         _transpose(self.lower[: rows.stop, rows], copied[:, : rows.stop])
         own = copied[:, rows].tril_(-1)
@@ -46,7 +46,8 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     """Return the Cholesky factor of the reordered, damped Hessian; the column that is rounded first comes last.
 
     Args:
-        hessian: (K, K) float32; the upper triangle is not read; damped in place.
+        hessian: (K, K) float32; the upper triangle is overwritten without being read, and the diagonal is damped in
+            place.
         order: (K,) columns in the order in which they are rounded.
         damping: fraction of the mean diagonal to add to the diagonal.
     Raises:
@@ -73,8 +74,8 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
 
 
 def add_lower(total: Tensor, other: Tensor) -> None:
-    """Add a (K, K) matrix to another, on and below the diagonal. Memory above the diagonal stays untouched and
-    unallocated.
+    """Add `other` (K, K) to `total` (K, K) on and below the diagonal. Blocks above the diagonal are not touched, so
+    their memory stays unallocated.
     """
     for start in range(0, len(total), _COPIED):
         rows, columns = slice(start, start + _COPIED), slice(0, start + _COPIED)
@@ -82,13 +83,13 @@ def add_lower(total: Tensor, other: Tensor) -> None:
 
 
 def plain_factor(hessian: Tensor, ridge: float) -> Tensor | None:
-    """Return the Cholesky factor (K, K) of a Hessian in input order; None if the Hessian is not positive definite.
+    """Return the Cholesky factor of a Hessian plus a ridge; None if the sum is not positive definite.
 
     Args:
         hessian: (K, K) float32; the upper triangle is not read; not modified.
         ridge: fraction of the mean diagonal to add to the diagonal.
     Returns:
-        The factor; its entries above the diagonal are undefined.
+        The factor (K, K), in the order of the inputs; its entries above the diagonal are undefined.
     """
     lower, diagonal = torch.empty_like(hessian), hessian.diagonal()
     for start in range(0, len(hessian), _COPIED):
@@ -98,10 +99,11 @@ def plain_factor(hessian: Tensor, ridge: float) -> Tensor | None:
 
 
 def _factorise(matrix: Tensor) -> bool:
-    """Replace the lower triangle of a matrix by its Cholesky factor; return False if it is not positive definite.
+    """Replace a matrix by its Cholesky factor in place; return False if the matrix is not positive definite.
 
-    The entries above the diagonal are undefined afterwards. On a CPU, the factor is computed in panels, so that most of
-    the work is matrix products; see `quick_products`. MKL alone takes twice as long on AMD CPUs.
+    Only the lower triangle is read. The entries above the diagonal are undefined afterwards. On a CPU, the factor is
+    computed in panels, so that most of the work is matrix products; see `numerics.matmul.quick_products`. MKL's own
+    factorization takes twice as long on AMD CPUs.
     """
     size = _PANEL if matrix.device.type == "cpu" else len(matrix)
     info = torch.empty((), dtype=torch.int32, device=matrix.device)
@@ -118,7 +120,7 @@ def _factorise(matrix: Tensor) -> bool:
 
 
 def _copy_upper(lower: Tensor, upper: Tensor) -> None:
-    """Copy the values below the diagonal of `lower` to above the diagonal of `upper`, transposed."""
+    """Transpose the part of `lower` below the diagonal, and write it above the diagonal of `upper`."""
     for start in range(0, len(lower), _COPIED):
         stop = start + _COPIED
         _transpose(lower[stop:, start:stop], upper[start:stop, stop:])
@@ -127,6 +129,8 @@ def _copy_upper(lower: Tensor, upper: Tensor) -> None:
 
 
 def _transpose(matrix: Tensor, out: Tensor) -> None:
-    """Copy (R, C) to (C, R) in blocks; torch is several times slower if either tensor is not contiguous."""
+    """Write the transpose of a matrix (R, C) to `out` (C, R), in blocks. `Tensor.copy_` alone is several times slower
+    if either tensor is not contiguous.
+    """
     for own, block in zip(torch.split(out, _COPIED, dim=1), torch.split(matrix, _COPIED), strict=True):
         own.copy_(block.contiguous().T.contiguous())

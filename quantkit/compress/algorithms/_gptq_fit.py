@@ -27,7 +27,7 @@ from quantkit.numerics.matmul import (
     packed_size,
 )
 
-# Elements of the codes, or of their normal equations, and columns of the Hessian held at once.
+# Largest number of elements of the codes, or of the normal equations, and of columns of the Hessian, held at once.
 _ELEMENTS, _COLUMNS = 1 << 21, 512
 # Elements of the products of codes and Hessian that are held at once.
 _PRODUCT_ELEMENTS = 1 << 21
@@ -38,9 +38,9 @@ _ROWS = 256
 def fit_scales(
     settled: Settled, ranges: Ranges, factor: Factor, group_index: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the scales of all groups of a row that together minimize the output error of given codes.
+    """Return, for each row, the scales of all groups that together minimize the output error with the given codes.
 
-    The system is solved for the change of the scales, which depends only on the current error.
+    The equations are solved for the change of the scales, so their right side depends only on the current error.
 
     Args:
         settled: codes and errors of all rows; not modified.
@@ -49,10 +49,10 @@ def fit_scales(
         group_index: (K,) group of each column.
         dtype: dtype of the products, see `settle_columns`.
     Returns:
-        (N, G) float32; a scale whose fit changes sign keeps its value.
+        (N, G) float32. A scale keeps its old value if the fitted one is zero, not finite, or of the opposite sign.
     """
     (scale, zero), forwards = ranges[:2], torch.argsort(factor.backwards)
-    by_group = torch.argsort(group_index, stable=True)  # inputs, group by group
+    by_group = torch.argsort(group_index, stable=True)  # input columns, group by group
     hessian: Callable[[slice], Tensor] = factor.hessian
     if (group_index.diff() < 0).any():
         hessian = hessian(slice(0, len(forwards)))[by_group][:, by_group].__getitem__
@@ -64,7 +64,7 @@ def fit_scales(
     for rows in (slice(start, start + most) for start in range(0, len(scale), most)):
         values = settled.codes[:, rows].index_select(0, position)  # (K, R)
         normal = _normal_equations(values, None if zero is None else zero[rows], groups, hessian, in_c=in_c)
-        # A group whose codes are all zero leaves a row of zeros, with which the system would be singular.
+        # A group whose codes are all zero leaves a row of zeros, which would make the system singular.
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
         # solve_ex raises nothing: a row whose solution is not finite keeps its scales below.
         fitted[rows] = scale[rows] + torch.linalg.solve_ex(normal, right[rows].unsqueeze(2))[0].squeeze(2)
@@ -74,8 +74,8 @@ def fit_scales(
 def _right_sides(
     settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor, groups: int, *, in_c: bool
 ) -> Tensor:
-    """Return D'H e (N, G) for the errors e of each row. With H e = L (L'e), only L'e is needed, which the loop has
-    kept.
+    """Return D'H e (N, G) for the errors e of each row. H e = L (L'e), and the loop has kept L'e in `settled`, so the
+    errors e are not needed.
     """
     assert settled.errors is not None, "the loop was not asked for its errors"
     lower, groups_of = factor.lower, group_index[factor.backwards]
@@ -109,14 +109,16 @@ def _normal_equations(
 ) -> Tensor:
     """Return D'H D (R, G, G) for each row.
 
-    In C, both operands are bfloat16. Codes minus their zero point are exact in bfloat16. For the Hessian, bfloat16 is
-    precise enough, because an error here only changes the step length towards the solution of `_right_sides`.
+    If `in_c`, C code computes the products from bfloat16 operands. Codes minus their zero point are exact in bfloat16.
+    For the Hessian, bfloat16 is precise enough, because D'H D only affects how far the scales move. They are optimal
+    where `_right_sides` is 0, whatever D'H D is.
 
     Args:
         codes: (K, R), with the inputs ordered by group.
-        zero: (R, G) or None.
-        groups: G.
-        hessian: returns rows of H.
+        zero: zero points (R, G); None for symmetric schemes.
+        groups: number of groups G.
+        hessian: given a slice, returns these rows of H, with the inputs ordered by group.
+        in_c: whether to use C code if possible.
     """
     size, num_rows = len(codes) // groups, codes.shape[1]
     in_c = in_c and size % 8 == 0
@@ -136,19 +138,19 @@ def _normal_equations(
             _multiply_in_c(values, packed, first, panel, normal[first : first + at_once])
     del values, packed
     normal = normal.permute(2, 0, 1).contiguous()
-    for group in range(1, groups):  # each was multiplied with itself and the later groups
+    for group in range(1, groups):  # so far, only the products of each group with itself and later groups are known
         normal[:, group, :group] = normal[:, :group, group]
     return normal
 
 
 def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """Multiply, through the Hessian, a few groups with themselves and with the later groups.
+    """Compute a few rows of D'H D: the entries of some groups with themselves and with all later groups.
 
     Args:
-        values: (K, R) float32.
-        first: number of the first of these groups.
-        panel: rows of the Hessian that belong to these groups.
-        normal: (groups, G, R) contiguous; entries before the diagonal are not written.
+        values: codes minus zero points, (K, R) float32, with the inputs ordered by group.
+        first: number of the first of the groups whose rows are computed.
+        panel: rows of the Hessian that belong to the inputs of these groups.
+        normal: output, (number of these groups, G, R), contiguous; entries before the diagonal are not written.
     """
     size = len(values) // normal.shape[1]
     step = max(1, _PRODUCT_ELEMENTS // len(values))
@@ -160,7 +162,7 @@ def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None
 
 
 def _pack_groups(values: Tensor, size: int) -> Tensor:
-    """Pack codes (K, R) as bfloat16, one packed row per group."""
+    """Pack a bfloat16 matrix whose rows are inputs, `size` per group; each group becomes one row of the result."""
     parts = torch.split(values, size)
     packed = torch.empty(len(parts), packed_size(size, values.shape[1]), dtype=torch.bfloat16)
     for part, out in zip(parts, packed, strict=True):
@@ -169,8 +171,8 @@ def _pack_groups(values: Tensor, size: int) -> Tensor:
 
 
 def _multiply_in_c(values: Tensor, packed: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """Do the same as `_multiply` in bfloat16. `values` are codes (K, R) with R padded to whole blocks, and `packed` is
-    their result of `_pack_groups`.
+    """Do the same as `_multiply` in C with bfloat16 operands. `values` has R padded to whole blocks, and `packed` is
+    the result of `_pack_groups` for `values`.
     """
     count, groups, num_rows = normal.shape
     hessian = _pack_groups(panel.bfloat16(), len(values) // groups)

@@ -1,7 +1,7 @@
-"""Divide GPTQ's work into sets whose statistics fit into memory together, and into rows that one process solves.
+"""Divide GPTQ's work into rounds of sets whose statistics fit into memory together, and divide each set into jobs.
 
-The division of a set depends on its shape alone, not on the number of processes. So the set's codes do not
-depend on that number either.
+One process solves a job. How a set is divided into jobs does not depend on the number of processes, so the set's codes
+do not depend on this number either.
 """
 
 import itertools
@@ -14,11 +14,11 @@ from quantkit.models.linear_sets import LinearSet, find_expert
 
 # Largest number of weights that go through the loop as one matrix, in float32: 1 GiB.
 _TALLEST = 1 << 28
-# Least number of rows per part of a matrix, on average, and largest number of parts.
+# Least average number of rows per part of a matrix, and largest number of parts.
 _SHORTEST, _MOST_PARTS = 1024, 4
-# Factorising a Hessian takes as long as solving one row for every 8 columns of the Hessian.
+# Factorising a (K, K) Hessian takes as long as solving K / 8 rows.
 _FACTORISED = 8
-# Bisection steps in the search for the smallest possible largest share.
+# Number of bisection steps that minimize the cost of the largest share.
 _HALVINGS = 20
 
 Pending = tuple[LinearSet, tuple[str, ...]]
@@ -30,7 +30,7 @@ class Job(NamedTuple):
 
     Args:
         set: names of the linears that share their inputs.
-        rows: names and rows of some of these linears, all with one scheme.
+        rows: name and rows of each linear in the job; these linears belong to the set and have the same scheme.
     """
 
     set: tuple[str, ...]
@@ -40,17 +40,17 @@ class Job(NamedTuple):
 def is_of_one_expert(names: tuple[str, ...]) -> bool:
     """Whether all linears of a set belong to the same expert.
 
-    A layer has many such sets. One process collects the statistics of such a set and solves it.
+    A layer has many such sets, so one process collects all statistics of such a set and solves all of its jobs.
     """
     experts = {find_expert(name) for name in names}
     return len(experts) == 1 and None not in experts
 
 
 def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
-    """Yield the linears of a set as jobs: linears of one scheme form one tall matrix, or several if it is very large.
+    """Divide a set into jobs. Linears with the same scheme form one tall matrix, or several if one would be too large.
 
-    The division does not depend on the number of processes. On a GPU, extra rows cost almost nothing, so a
-    matrix is not divided there.
+    On a CPU, the rows of a tall matrix are divided among several jobs. On a GPU they are not, because extra rows cost
+    almost nothing. The division does not depend on the number of processes.
     """
     for scheme in dict.fromkeys(layer.schemes[name].weight for name in names):
         same = [name for name in names if layer.schemes[name].weight == scheme]
@@ -65,8 +65,8 @@ def cut_set(layer: LayerContext, names: tuple[str, ...]) -> Iterator[Job]:
 
 
 def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
-    """Assign jobs to processes: an expert's job to the process that has its statistics; other jobs are balanced by
-    cost.
+    """Return the process that solves each job. An expert's job goes to the process that has the expert's statistics;
+    other jobs are balanced by cost.
     """
     width = {job.set: layer.weight(job.set[0]).shape[1] for job in jobs}
     rows = [sum(rows.stop - rows.start for _, rows in job.rows) for job in jobs]
@@ -81,11 +81,14 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
 
 
 def deal_out(work: Sequence[tuple[Hashable, float, float]], count: int) -> list[int]:
-    """Split a list of work items into consecutive shares so that the largest share is as small as possible.
+    """Divide a list of work items into consecutive shares, so that the most expensive share is as cheap as possible.
 
     Args:
-        work: for each item: its kind, its cost, and a cost that a process pays once for the first item of that kind.
+        work: kind, cost and setup cost of each item. A share bears the setup cost once for consecutive items of the
+            same kind.
         count: number of shares.
+    Returns:
+        For each item, the number of its share.
     """
 
     def shares(limit: float) -> list[int]:
@@ -112,9 +115,9 @@ def cut_rows(sizes: list[int], count: int, height: int) -> list[list[tuple[int, 
     Args:
         sizes: number of rows of each matrix.
         count: maximum number of parts.
-        height: number of rows of a matrix that stay together.
+        height: a matrix is cut only at multiples of this number of rows.
     Returns:
-        For each part, the number of each matrix and its rows.
+        For each part, the index of each matrix in it and the rows of this matrix.
     """
     total, start = sum(sizes), 0
     parts: list[list[tuple[int, slice]]] = [[] for _ in range(count)]
@@ -129,14 +132,14 @@ def cut_rows(sizes: list[int], count: int, height: int) -> list[list[tuple[int, 
 
 
 def fitting_rounds(layer: LayerContext, sets: list[Pending], *, one_by_one: bool) -> Iterator[list[Pending]]:
-    """Yield the sets whose statistics are gathered at the same time.
+    """Divide sets into rounds, and yield the sets of each round. A round's statistics are gathered at the same time.
 
     Args:
-        layer: the layer. The statistics of experts may take as much memory as its weights; further experts follow in
-            later rounds.
+        layer: the layer. An expert's set moves to the next round if the round's statistics would otherwise need more
+            memory than the layer's weights.
         sets: the result of `LayerContext.pending`.
-        one_by_one: gather each set only after the set before it has codes. Expert sets of one kind do not depend on
-            each other and stay together.
+        one_by_one: whether each set gets a round of its own, so that its statistics are gathered after the earlier sets
+            have codes. Sets of the same linear in different experts do not depend on each other and share a round.
     """
     limit = sum(parameter.nbytes for parameter in layer.block.parameters())
     entries: list[Pending] = []

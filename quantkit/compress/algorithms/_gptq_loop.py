@@ -1,5 +1,5 @@
-"""GPTQ's loop: choose the codes of one input column after another; see `gptq`. The inner part is in C if a compiler
-exists.
+"""GPTQ's loop: choose the codes of one input column after another; see `gptq`. The innermost loop runs in C if a C
+compiler is available.
 
 A column is *settled* once its codes are chosen. Matrices are transposed, with one row per input column, so that the
 inner loop reads contiguous memory. Rows are in the order of the factor, which is the reverse of the order in which
@@ -31,14 +31,15 @@ from quantkit.numerics.matmul import (
 )
 from quantkit.numerics.scheme import WeightScheme
 
-# Columns inside a block are settled in smaller runs: rank-1 updates stay in cache, the rest is matrix products.
+# Numbers of columns in a run. A block is settled in runs: inside a run, rank-1 updates stay in the cache; between runs,
+# matrix products suffice.
 _RUN, _RUN_IN_C = 32, 128
-# Rows of weights that are transposed and reordered at once.
+# Number of weight rows that are transposed and reordered at once.
 _COPIED = 512
 
 
 class Settled(NamedTuple):
-    """Result of the loop for weights that it processed together.
+    """Result of the loop for weights that were processed together.
 
     Args:
         codes: (K, N) in the number type's storage dtype.
@@ -50,11 +51,11 @@ class Settled(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Grid to which the weights of a column are rounded, in the order of the factor.
+    """Grid to which the weights of some columns are rounded. The columns are in the order of the factor.
 
     Args:
         scales, zeros: (G, N) float32; zeros is None for symmetric types.
-        groups: (K,) int64, on the CPU.
+        groups: group of each column, (K,) int64, on the CPU.
         dtype: number type.
     """
 
@@ -78,20 +79,21 @@ def settle_columns(
 ) -> Settled:
     """Settle columns one by one; each column compensates for the errors of the columns settled before it.
 
-    Let H = L L', and let e be the error of a weight row w. The output error |L'e|^2 is a sum over columns. Term i is
-    smallest if the code of column i is rounded from w_i + sum of L_ji e_j / L_ii over the settled columns j. Weights
-    that share their inputs are processed as one tall matrix.
+    Let H = L L', and let e be the error of a weight row w. The output error |L'e|^2 is a sum over columns. The term for
+    column i is smallest if the code of column i is rounded from w_i + sum of L_ji e_j / L_ii over the settled columns
+    j. Weights that share their inputs are processed as one tall matrix.
 
     Args:
         weights: (N_i, K) each, any float dtype; not modified.
         factor: factor of the inputs' Hessian.
         group_index: (K,) group of each column.
         ranges: scale and zero point (N, G) float32 of all rows.
-        scheme: number type.
-        block: number of columns to settle before the remaining columns are updated by one product.
+        scheme: scheme of the weights, which gives the number type.
+        block: number of columns to settle before one matrix product updates all remaining columns.
         keep_errors: whether to return L'e too.
-        dtype: dtype of the products. bfloat16 is precise enough for errors and factor if the weights have no more bits.
-        workspace: memory that holds `Settled.errors` and temporaries until its next use; None = allocate new memory.
+        dtype: dtype of the operands of products. bfloat16 is precise enough if the model's weights are bfloat16 too.
+        workspace: memory for `Settled.errors` and temporaries; `Settled.errors` is valid until the workspace is used
+            again. None = allocate new memory.
     """
     lower, backwards = factor.lower, factor.backwards
     sizes = [weight.shape[0] for weight in weights]
@@ -114,7 +116,7 @@ def settle_columns(
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         span = slice(start, stop)
-        # Correction of each column of the block, times the column's pivot; replaced by its row of L'e when settled.
+        # Correction of each column of the block times the column's pivot. Settling a column replaces its row by L'e.
         due = owed[span] if keep_errors else owed[: stop - start]
         errors.multiply(span, due)
         _settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))
@@ -123,13 +125,13 @@ def settle_columns(
 
 
 class _Errors:
-    """Errors of the settled columns, in the form in which they are multiplied; see `settle_columns`.
+    """Errors of the settled columns, as operands of products; see `settle_columns`.
 
     Args:
         rows: (K, N); rows of settled columns hold errors.
         lower: (K, K), the factor.
         dtype: dtype of the operands.
-        workspace: memory for copies.
+        workspace: memory for packed copies of the operands.
     """
 
     def __init__(self, rows: Tensor, lower: Tensor, dtype: torch.dtype, workspace: Workspace) -> None:
@@ -140,8 +142,8 @@ class _Errors:
             self._packed = Packed(held, len(rows), packed_size(len(rows), BLOCK))
 
     def multiply(self, span: slice, out: Tensor) -> None:
-        """Write to `out` the product of the factor's columns `span`, below the rows `span`, and the errors of the
-        settled columns.
+        """Write to `out` the correction of the columns `span` for the errors of the settled columns, which are all
+        columns after `span`: the transposed part of the factor below the block `span`, times these errors.
         """
         below = self._lower[span.stop :, span]
         if self._packed is None or not len(below):
@@ -152,7 +154,7 @@ class _Errors:
         add_products(out.zero_(), pack_matrix(below.bfloat16(), held), slice(0, len(out)), right)
 
     def take(self, span: slice) -> None:
-        """Add columns that have just been settled."""
+        """Pack the errors of the columns `span`, which have just been settled, if products use packed operands."""
         if self._packed is not None:
             pack_into(self._packed.part(span.start, span.stop), self._rows[span].bfloat16())
 
@@ -162,9 +164,9 @@ def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid)
 
     Args:
         rows: (B, N) weights, replaced by their errors.
-        due: (B, N) correction from the columns settled before the block, replaced by L'e.
+        due: (B, N) correction from the columns that were settled before the block, times the pivots; replaced by L'e.
         codes: (B, N), output.
-        lower: (B, B) part of the factor.
+        lower: (B, B), the block's part of the factor.
         grid: grid of the block's columns.
     """
     in_c = rows.is_cpu and grid.dtype.kind == "int" and codes.dtype == torch.int8 and native.library() is not None
@@ -194,7 +196,7 @@ def _settle_run(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: G
 
 
 def _settle_run_in_c(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
-    """Settle a few columns of integers in C; all of them fit the cache."""
+    """Do the same as `_settle` in C, for a few columns of an integer type that fit into the cache together."""
     zeros = None if grid.zeros is None else grid.zeros.data_ptr()
     failed = _function()(
         rows.data_ptr(), due.data_ptr(), codes.data_ptr(), lower.data_ptr(), lower.stride(0), grid.scales.data_ptr(),

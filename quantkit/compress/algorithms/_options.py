@@ -1,4 +1,4 @@
-"""Types of step options. A recipe with a value outside the allowed range is refused; see `recipe.steps`."""
+"""Types of step options. quantkit refuses a recipe with a value outside the allowed range; see `recipe.steps`."""
 
 from typing import Annotated
 

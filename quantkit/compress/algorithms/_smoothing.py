@@ -1,8 +1,8 @@
-"""Move a scale per channel from a linear's input into its weights, without changing the layer's output.
+"""Move one scale per channel from a linear's input into the linear's weight, without changing the layer's output.
 
-AWQ and SmoothQuant use it: y = (x / s) (W * s)', where x is the input, s the scales and W the weight. The division is
-folded into the norm or linear that computes x.
-Shapes: N outputs, K inputs; a value head of width d feeds K / (kv_heads * d) query heads.
+AWQ and SmoothQuant do this: y = (x / s) (W * s)', where x is the input, s the scales and W the weight. The division is
+folded into the norm or linear that computes x, the *source*.
+Shapes: N outputs, K inputs; each value head of width d feeds K / (kv_heads * d) query heads.
 """
 
 import torch
@@ -14,10 +14,10 @@ from quantkit.models.linear_sets import LinearSet
 
 
 def can_fold(layer: LayerContext, group: LinearSet) -> bool:
-    """Whether the module that computes the set's input can absorb the division.
+    """Whether scales of a set can be folded: divided out of the set's source and multiplied into its linears.
 
-    It cannot if it is a linear that already has codes, or if its outputs do not match the inputs head by head. Nor can
-    it if a linear that reads the input already has codes, because that linear's weight would have to be multiplied.
+    They cannot if the set has no source, or if the source or a linear already has codes. Nor can they if the number of
+    the source's outputs differs from that of the set's inputs, unless the outputs are value heads that are repeated.
     """
     if group.source is None or not layer.chosen.quantized.keys().isdisjoint((group.source, *group.linears)):
         return False
@@ -26,14 +26,14 @@ def can_fold(layer: LayerContext, group: LinearSet) -> bool:
 
 
 def shared_by_heads(layer: LayerContext, group: LinearSet, values: Tensor) -> Tensor:
-    """Make per-input values equal for inputs that come from the same source channel.
+    """Replace the values of inputs that come from the same source channel by their mean.
 
     Args:
         layer: the layer; not modified.
         group: a set for which `can_fold` holds.
         values: (K,) statistics; not modified.
     Returns:
-        (K,): query heads that share a key/value head get their mean; `values` itself if none are shared.
+        (K,): equal values in all query heads that share a value head; `values` itself if no heads are shared.
     """
     outputs = _outputs(layer, group)
     if outputs == values.shape[0]:
@@ -43,13 +43,13 @@ def shared_by_heads(layer: LayerContext, group: LinearSet, values: Tensor) -> Te
 
 
 def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
-    """Divide the set's input by `scales` at its source and multiply the weights of all its linears.
+    """Divide a set's input by `scales` in the set's source, and multiply the weights of the set's linears by `scales`.
 
     Args:
         layer: modified; unquantized modules that read the input are rescaled too, so that the layer's output does not
-            change.
+            change. Ranges that a step chose for these linears or the source are discarded.
         group: a set for which `can_fold` holds.
-        scales: (K,) float32, > 0, equal within shared heads.
+        scales: (K,) float32, > 0, equal in all query heads that share a value head.
     """
     for name, values in folded(layer.block, group, scales, layer.head_dim):
         if name.removesuffix(".weight") not in layer.schemes:
@@ -57,23 +57,25 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
             values = values.to(layer.stored_dtype.get(name, values.dtype))
         layer.block.get_parameter(name).data.copy_(values)
     for name in (*group.linears, group.source or ""):
-        layer.chosen.ranges.pop(name, None)  # they were chosen for other values
+        layer.chosen.ranges.pop(name, None)  # because they were chosen for the values before folding
     layer.divide_inputs(group, scales)
 
 
 def spread(scales: Tensor) -> Tensor:
-    """Center scales so that the largest is the inverse of the smallest, and limit them to a safe range.
+    """Divide scales by a common factor so that the largest is the inverse of the smallest, and clamp them to a range.
 
     Args:
-        scales: (K,) float32, >= 0; zero or non-finite entries become 1.
+        scales: (K,) float32, >= 0; zero or non-finite entries are first replaced by 1.
+    Returns:
+        (K,), from 1e-4 to 1e4.
     """
     usable = torch.isfinite(scales) & (scales > 0)
     scales = torch.where(usable, scales, torch.ones_like(scales))
-    # A common factor cancels between source and weights; centred, both keep about the size that they had.
+    # A common factor cancels between source and weights; with this factor, both keep about the magnitude that they had.
     centred = scales / (scales.max() * scales.min()).sqrt()
     return centred.clamp_(1e-4, 1e4)
 
 
 def _outputs(layer: LayerContext, group: LinearSet) -> int:
-    """Return the number of outputs of the source."""
+    """Return the number of outputs of the set's source."""
     return layer.block.get_parameter(f"{group.source}.weight").shape[0]

@@ -1,10 +1,11 @@
-"""AutoRound: tune rounding and ranges of a whole decoder layer by signed gradient descent on the error of its output.
+"""AutoRound: tune the rounding and ranges of a whole decoder layer by signed gradient descent on its output error.
 
 The target is the original layer's output for the original model's hidden states. The input is the output of the
-quantized earlier layers, so each layer also compensates for their errors. Differences from the paper: tuning starts
-from ranges searched by the importance of the inputs, takes many small steps of one sequence each instead of few large
-ones, may move a code by more than one place, and keeps the result only if the error became smaller. `_autoround_weight`
-computes the gradients of rounding, `_autoround_block` prepares the layer for autograd.
+quantized earlier layers, so each layer also compensates for the errors of earlier layers. Differences from the paper:
+tuning starts from ranges that were searched with the importance of the inputs. It takes many small steps of one
+sequence each, instead of a few large steps. It may move a code by more than one place, and it keeps the result only if
+the error has not grown. `_autoround_weight` computes the gradients of rounding, and `_autoround_block` prepares the
+layer for autograd.
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs.
 """
 
@@ -27,10 +28,10 @@ from quantkit.machine.memory import release_freed_memory
 from quantkit.numerics.affine import search_parameters
 from quantkit.numerics.tensor import QuantizedTensor
 
-# Batches of the store on which the error before and after is measured.
+# Approximate number of batches on which the error before and after tuning is measured.
 _JUDGED = 4
 
-# Largest default step size, however few steps there are; larger ones were worse in measurements.
+# Largest default size of the first gradient step; larger ones were worse in measurements.
 _MOST_RATE = 0.005
 
 Tuned = dict[str, TunedWeight]
@@ -41,17 +42,19 @@ class AutoRoundStep(Step):
     """Signed gradient descent on rounding and ranges, a whole layer at a time.
 
     Args:
-        iterations: steps per layer.
-        batch_size: sequences per step. For the same total number of sequences, many steps of one sequence are better
-            than few steps of eight.
-        learning_rate: size of the first step, in codes and as a share of the range; it falls linearly to zero. 0 = 4 /
-            iterations, at most 0.005.
+        iterations: number of gradient steps per layer.
+        batch_size: number of sequences per gradient step. For the same total number of sequences, many steps of one
+            sequence are better than a few steps of eight.
+        learning_rate: size of the first gradient step, which moves rounding offsets by this many codes, and scales by
+            half of this share of their initial values. The size falls linearly to zero. 0 = 4 / iterations, but at most
+            0.005.
     """
 
     fixes_codes: ClassVar[bool] = True
     needs_targets: ClassVar[bool] = True
     fits_blocks: ClassVar[bool] = False
-    # Each step needs the one before it, so processes cannot share the tuning; they share the other runs of the data.
+    # Each gradient step needs the result of the one before it, so processes cannot share the tuning. They do share the
+    # other runs of the data.
     on_one_process: ClassVar[bool] = True
 
     iterations: Positive = 1600
@@ -59,9 +62,7 @@ class AutoRoundStep(Step):
     learning_rate: Share = 0.0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """Return the memory for an offset and a decoded copy of each weight, the gradients, and the target outputs; see
-        `Step`.
-        """
+        """Return the memory for an offset and a decoded copy of each weight, the gradients, and the target outputs."""
         gradients = sizes.tallest if self.batch_size == 1 else sizes.weights
         statistics = 4 * sizes.weights + sizes.element_bytes * (sizes.weights + gradients)
         return StepBytes(statistics=statistics, hidden_states=sizes.states_bytes)
@@ -78,7 +79,7 @@ class AutoRoundStep(Step):
             with tunable(layer, names) as block:
                 tuned = {name: _start(layer, name, importance[name]) for name in names}
                 note = self._tune(layer, block, tuned)
-            # One weight at a time: its result replaces its tuning state. The decoded copies are not needed any more.
+            # The decoded copies are no longer needed. Then each weight's result replaces its tuning state, one by one.
             del block
             return {name: tuned.pop(name).result() for name in names}, note
 
@@ -88,9 +89,11 @@ class AutoRoundStep(Step):
         release_freed_memory()
 
     def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> str:
-        """Tune the block; return a note for the user, if there is one."""
+        """Tune the weights of the block. If this does not lower the error, undo it and return a note for the user,
+        otherwise return an empty text.
+        """
         examples = Examples(layer)
-        # Spread over the store, whose batches are sorted by length.
+        # Spread evenly over the store, because its batches are sorted by length.
         judged = range(0, len(examples), max(1, len(examples) // _JUDGED))
         for name, weight in block.weights.items():
             tuned[name].dequantize(weight.data)
@@ -98,14 +101,14 @@ class AutoRoundStep(Step):
         after = math.nan
         if self._descend(layer, block, tuned, examples):
             after = block.error(examples, judged)
-        if not after <= before:  # also when it is not a number
+        if not after <= before:  # also true if an error is NaN
             for rounding in tuned.values():
                 rounding.reset()
             return f"autoround: tuning did not lower the error ({before:.3g}); rounded to nearest instead"
         return ""
 
     def _descend(self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples) -> bool:
-        """Run all steps; return False if the error becomes NaN or infinite."""
+        """Run all gradient steps; stop and return False as soon as the error is NaN or infinite."""
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
         sequences = _shuffled(examples.sequences, f"{layer.seed}/{layer.name}")
         for iteration in range(self.iterations):
@@ -122,7 +125,7 @@ class AutoRoundStep(Step):
 
 
 def _importance(layer: LayerContext) -> dict[str, Tensor]:
-    """Return the mean square (K,) of the inputs of each linear to quantize."""
+    """Return the mean square of each input channel, (K,), for each linear to quantize, keyed by linear."""
     sets = layer.pending()
     seen = {names[0]: Magnitude(layer.weight(names[0]).shape[1], layer.device) for _, names in sets}
     seen = layer.known(layer.observe(seen))
@@ -130,7 +133,7 @@ def _importance(layer: LayerContext) -> dict[str, Tensor]:
 
 
 def _round_the_rest(layer: LayerContext) -> None:
-    """Round the linears that are not tuned first, so that the tuned ones can compensate for their errors."""
+    """Round the linears whose scheme cannot be tuned, so that the linears to tune can compensate for the errors."""
     for _, names in layer.pending():
         for name in names:
             scheme = layer.schemes[name].weight
@@ -143,8 +146,8 @@ def _round_the_rest(layer: LayerContext) -> None:
 
 
 def _start(layer: LayerContext, name: str, importance: Tensor) -> TunedWeight:
-    """Create the tunable weight of a linear, starting from the ranges of an earlier step, or else from the ranges with
-    the least error weighted by the importance of the inputs.
+    """Create the tunable weight of a linear. Its initial ranges are those that an earlier step chose or, without such
+    a step, those with the least rounding error, weighted by the importance of the inputs.
     """
     weight, grid = layer.weight(name), layer.grid(name)
     ranges = layer.chosen.ranges.get(name) or search_parameters(weight, grid, importance=importance)
@@ -153,7 +156,7 @@ def _start(layer: LayerContext, name: str, importance: Tensor) -> TunedWeight:
 
 def _shuffled(sequences: list[tuple[int, slice]], seed: str) -> Iterator[tuple[int, slice]]:
     """Yield all sequences in random order, again and again. The order depends only on the run's seed and the layer."""
-    # Not Python's own hash, which differs from process to process for texts.
+    # Python's own hash is no alternative, because it gives the same text another number in each process.
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
     generator = torch.Generator().manual_seed(number)
     while True:

@@ -1,7 +1,8 @@
-"""AWQ: scale up the weights that see large inputs before rounding, by a search on the error of the parent's output.
+"""AWQ: before rounding, scale up the weights that see large inputs; the search minimizes the parent's output error.
 
-After the scales, the range of each group is searched by the error of its own outputs (clipping). AWQ leaves ranges, not
-codes: a GPTQ step may follow; otherwise plain rounding uses the ranges.
+The *parent* is the module around a set of linears, e.g. attention. After scaling, a second search chooses the range of
+each group by the output error of the group's linear (clipping). AWQ sets ranges, not codes: a GPTQ step may follow;
+otherwise rounding to nearest uses the ranges.
 Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration.
 """
@@ -24,19 +25,20 @@ from quantkit.huggingface.layer_call import hidden_states
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import WeightGrid, minmax_parameters, round_to_nearest, search_parameters
 
-_ROUNDED = 1 << 17  # weights scaled and rounded at once
+_ROUNDED = 1 << 17  # number of weights that are scaled and rounded at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AwqStep(Step):
-    """Activation-aware scales, then a search for the best range of each group.
+    """Search activation-aware scales, then the best range of each group.
 
     Args:
-        grid: resolution of the search over the exponent between 0 and 1.
-        duo_scaling: divide the scales by the weights' mean size to the power of 1 - exponent.
-        clip: search the range of each group after scaling; false = use the group's full range.
+        grid: number of exponents in [0, 1) from which the search chooses. A scale is the channel's mean |x| to the
+            power of the exponent.
+        duo_scaling: whether to divide each scale by the channel's mean relative |w| to the power of 1 - exponent.
+        clip: whether to search the range of each group after scaling; false = use the group's full range.
         max_tokens: number of calibration tokens on which the parent's output error is measured. The search for scales
-            uses every second batch of them.
+            uses only every second batch of these tokens.
     """
 
     moves_scales: ClassVar[bool] = True
@@ -62,10 +64,10 @@ class AwqStep(Step):
             layer.chosen.ranges[name] = minmax_parameters(layer.weight(name), layer.grid(name))
 
     def _scale(self, layer: LayerContext, group: LinearSet, seen: InputStatistics) -> None:
-        """Find the set's scales, fold them in, and update the set's statistics accordingly.
+        """Find the scales of a set. If they lower the output error, fold them into the layer and record them in `seen`.
 
-        The search rounds with full ranges and measures every second batch, which is fast. A final check with searched
-        ranges on all batches decides whether the scales are used at all.
+        For speed, the search rounds in full ranges and measures the error on every second batch. Then a final check,
+        with searched ranges if `clip` is set, and on all batches, decides whether the scales are used at all.
         """
         size = shared_by_heads(layer, group, seen.magnitude.mean)
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
@@ -101,15 +103,16 @@ class AwqStep(Step):
     def _write_rounded(
         self, layer: LayerContext, name: str, original: Tensor, scales: Tensor, seen: InputStatistics | None
     ) -> None:
-        """Set a weight to `original` after scaling, rounding and scaling back. With statistics, the ranges are
-        searched.
+        """Set a linear's weight to `original` after scaling, rounding and scaling back. Rounding uses searched ranges
+        if `seen` is given and `clip` is set, otherwise full ranges. An ignored linear, or one with codes, is not
+        rounded.
         """
         scheme, weight = layer.schemes.get(name), layer.weight(name)
         if scheme is None or name in layer.chosen.quantized:
             weight.copy_(original)
             return
         grid = WeightGrid(scheme.weight, layer.scale_dtype[name])
-        # Without the Gram matrices: quicker, and near enough to compare.
+        # The search does not use the Gram matrices here: it is faster, and precise enough to compare scales.
         importance = seen.mean_square(scales) if seen is not None and self.clip else None
         # A few rows at a time stay in a CPU's cache; if rows share scales, all rows are rounded together.
         alone = scheme.weight.block_rows == 1 and not scheme.weight.has_tensor_scale
@@ -121,12 +124,13 @@ class AwqStep(Step):
 
 
 def search_ratio(error: Callable[[float], float], grid: int) -> float:
-    """Return the ratio i / grid in [0, 1) with the least error: first try every fifth of the interval, then refine
-    around the best.
+    """Return the ratio i / grid in [0, 1) with the least error. The search first tries about five ratios, then refines
+    around the best one.
 
     Args:
-        error: returns the error of a ratio; so smooth that its minimum lies next to the best of the coarse points.
-        grid: number of points between 0 and 1.
+        error: returns the error for a ratio; must be smooth, so that the minimum lies near the best of the first
+            ratios.
+        grid: number of ratios to choose from.
     """
     step = max(1, grid // 5)
     errors: dict[int, float] = {}
@@ -144,8 +148,8 @@ def search_ratio(error: Callable[[float], float], grid: int) -> float:
 
 
 def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
-    """Return, for each input, the mean over all rows of the set of |w| relative to the largest |w| in its
-    group, (K,).
+    """Return, for each input, the mean of |w| / (largest |w| in the group of w), (K,), over all rows of all linears of
+    the set.
     """
     total = torch.zeros(layer.weight(group.linears[0]).shape[1], device=layer.device)
     rows = 0
@@ -154,7 +158,7 @@ def relative_weight_size(layer: LayerContext, group: LinearSet) -> Tensor:
         scheme = layer.schemes.get(name)
         width = weight.shape[1] if scheme is None else scheme.weight.group_width(weight.shape[1])
         groups = weight.view(weight.shape[0], -1, width)
-        # Groups of zeros have no largest weight to be relative to.
+        # The addition prevents a division by zero in groups of zeros.
         total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).view_as(weight).sum(0)
         rows += weight.shape[0]
     return total / rows

@@ -1,4 +1,4 @@
-"""Interface of all algorithms: a step rewrites a layer's weights or sets its codes."""
+"""Interface of all algorithms. A step changes the weights of a layer, or chooses the ranges or codes of the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.errors import ModelError
 
-if TYPE_CHECKING:  # planning asks steps for their memory, without torch
+if TYPE_CHECKING:  # planning imports this module to ask steps for their memory, and must not import torch
     from quantkit.checkpoints.model_reader import ModelReader
     from quantkit.checkpoints.reader import CheckpointReader
     from quantkit.compress.calibration.layer import LayerContext
@@ -18,14 +18,15 @@ if TYPE_CHECKING:  # planning asks steps for their memory, without torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """Sizes of a layer that determine the memory that compressing it needs.
+    """Sizes that determine how much memory it takes to compress a model's layers.
 
     Args:
         weights: number of weights in the linears of the largest layer.
         tallest: number of weights in the largest linear.
-        width: inputs K of the widest linear.
+        width: number of inputs K of the widest linear.
         element_bytes: bytes per number in the dtype of weights and hidden states.
-        states_bytes: bytes of one model's hidden states in memory; 0 if they are on disk or there is no data.
+        states_bytes: bytes of the hidden states of one model, quantized or original, that are kept in memory; 0 if they
+            are on disk or there is no data.
     """
 
     weights: int
@@ -37,7 +38,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBytes:
-    """Peak memory of a step in bytes, in addition to the layer and the hidden states.
+    """Bytes that a step needs at its peak, in addition to the layer and to the hidden states that the run keeps.
 
     Args:
         statistics: statistics of inputs, and temporaries of tuning or solving.
@@ -49,11 +50,11 @@ class StepBytes:
 
 
 class Step(ABC):
-    """One algorithm with its options, as a frozen dataclass called STEP in its own file.
+    """One algorithm with its options. Each subclass is a frozen dataclass in its own file, which exports it as STEP.
 
-    The fields are the options that a recipe may set; the class docstring's `Args:` documents them. Steps run in the
-    order of the recipe, on one layer after another. Attributes state everything that other parts of quantkit must know
-    about a step, so no other code names an algorithm.
+    The fields are the options that a recipe may set; the class docstring's `Args:` documents them. On each layer in
+    turn, the steps run in the order of the recipe. Class attributes and properties state everything that other parts of
+    quantkit must know about a step, so no other code names an algorithm.
     """
 
     __slots__ = ()
@@ -77,21 +78,23 @@ class Step(ABC):
 
     @property
     def needs_original(self) -> bool:
-        """Whether the run also keeps the original model's hidden states and layer (`layer.data`)."""
+        """Whether the run must also keep the original layer and the original model's hidden states (`layer.data`)."""
         return False
 
     @property
     def reorders_groups(self) -> bool:
-        """Whether the step forms groups in another order than the inputs; the format must then store that order."""
+        """Whether the step may put inputs that are not neighbours into one group. The format must then store the group
+        of each input.
+        """
         return False
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """Return the step's peak memory; by default almost none."""
+        """Return the step's extra memory at its peak: by default 0, for steps that need almost none."""
         return StepBytes()
 
     def open(self, source: CheckpointReader, family: Family) -> ModelReader:
-        """Return the model that all steps of the recipe work on: the source, or another model if `replaces_model` is
-        true.
+        """Return a reader of the model that all steps of the recipe work on: the source model, or another model if
+        `replaces_model` is true.
 
         Raises:
             ModelError: the step cannot work on this model.
@@ -102,43 +105,43 @@ class Step(ABC):
 
     @abstractmethod
     def apply(self, layer: LayerContext) -> None:
-        """Improve one layer.
+        """Run the step on one layer.
 
         Args:
-            layer: the layer; the step modifies its weights (SmoothQuant, AWQ), or sets its codes with `layer.commit`
-                (GPTQ).
+            layer: the layer. Steps change its weights (SmoothQuant, AWQ), store ranges in `layer.chosen.ranges` (RTN,
+                AWQ), or set codes with `layer.commit` (GPTQ, AutoRound).
         """
 
 
 def needs_original(steps: Collection[Step]) -> bool:
-    """Whether a step compares with the original model; the run then also keeps the original layer and its hidden
-    states.
+    """Whether any of these steps uses the original model. The run then also keeps the original layer and the original
+    model's hidden states.
     """
     return any(step.needs_original for step in steps)
 
 
 def follows_original(steps: Collection[Step]) -> bool:
-    """Whether a step needs the original model's hidden states, before or after a layer."""
+    """Whether any of these steps needs the original model's hidden states, either before or after a layer."""
     return needs_original(steps) or any(step.needs_targets for step in steps)
 
 
 def keeps_original(steps: Collection[Step], *, hands_on: bool) -> bool:
-    """Whether the run keeps the original layer. It also does so to compute target outputs if layers exchange more than
-    hidden states.
+    """Whether the run keeps the original layer. It does if a step uses the original model, and also if a step needs
+    target outputs and layers exchange more than hidden states (`hands_on`).
     """
     return needs_original(steps) or (hands_on and follows_original(steps))
 
 
 def reorders_groups(steps: Collection[Step]) -> bool:
-    """Whether a step forms groups in another order than the inputs."""
+    """Whether any of these steps may put inputs that are not neighbours into one group."""
     return any(step.reorders_groups for step in steps)
 
 
 def moves_scales(steps: Mapping[str, Step]) -> bool:
-    """Whether a linear of the compressed model can be used in the original model only after its scales are moved back.
+    """Whether scales must be moved back before a linear of the compressed model can be used in the original model.
 
     Raises:
-        ModelError: a step replaces the model, so none of its linears can be used in the original.
+        ModelError: a step replaces the model, so no linear of the compressed model can be used in the original.
     """
     other = next((name for name, step in steps.items() if step.replaces_model), None)
     if other is not None:
@@ -154,13 +157,13 @@ def steps_bytes(
     *,
     hands_on: bool = False,
 ) -> dict[str, int]:
-    """Estimate, before anything is read, the memory that compressing needs at once, in bytes by purpose.
+    """Estimate the peak memory of compressing a model, in bytes by purpose, without reading any tensor.
 
     Args:
         steps: steps of a recipe, which run one after another.
-        layers: (N, K) of each linear, per layer.
+        layers: for each layer, the shapes (N, K) of its linears.
         element_bytes: bytes per number in the dtype of weights and hidden states.
-        num_states: elements of the hidden states of one model that are kept in memory.
+        num_states: number of elements of one model's hidden states that are kept in memory.
         hands_on: whether layers exchange more than hidden states.
     """
     shapes = [layer for layer in layers if layer]

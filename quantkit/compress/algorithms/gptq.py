@@ -1,7 +1,8 @@
 """GPTQ: quantize one input column after another, and let the remaining columns compensate for the error.
 
-The loop has the form of LDLQ, which computes the same codes from a Cholesky factor of the Hessian; GPTQ's original form
-first inverts the Hessian. `numerics.affine` chooses ranges, `calibration.observers` collects statistics.
+The loop has the form of LDLQ, which uses a Cholesky factor of the Hessian. LDLQ computes the same codes as GPTQ's
+original form, which first inverts the Hessian. `numerics.affine` chooses ranges; `calibration.observers` collects
+statistics.
 Shapes: N outputs, K inputs, G groups of g inputs. Matrices are transposed, with one row per input column, so that the
 inner loop reads contiguous memory.
 Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers;
@@ -42,20 +43,21 @@ class GptqStep(Step):
     """Column-by-column rounding with error compensation.
 
     Args:
-        block_size: number of columns that are rounded before the rest of the matrix is updated by one product.
-        damping: fraction of the Hessian's mean diagonal that is added to the diagonal; raised step by step if the
-            Hessian is singular.
-        act_order: "weight" rounds the columns with the largest inputs first and keeps the groups in place; "group" also
-            forms the groups in that order (the format must store an index); "none" goes from left to right.
-        scale_search: choose ranges by the least squared error; false = full ranges. Weighting the errors by the inputs
-            was worse in measurements, because the loop moves errors to other columns anyway.
-        true_sequential: collect each set's inputs after the sets before it are quantized; slightly better at 3 bits and
-            below.
+        block_size: number of columns to round before one matrix product updates all remaining columns.
+        damping: fraction of the Hessian's mean diagonal to add to the diagonal; raised step by step if the Hessian is
+            singular.
+        act_order: order in which columns are rounded. "weight": columns with the largest inputs first; groups stay in
+            place. "group": the same order, and each group consists of columns that follow each other in this order, so
+            the format must store the group of each input. "none": from left to right.
+        scale_search: whether to search the ranges with the least squared weight error; false = full ranges. Weighting
+            the errors by the inputs was worse in measurements, because the loop moves errors to other columns anyway.
+        true_sequential: whether to collect the inputs of a set only after the earlier sets of the layer are quantized.
+            The result is slightly better at 3 bits and below.
         asymmetric_calibration: upper limit, 0 to 1, of the share of earlier layers' errors that this layer compensates
-            for (GPTAQ). Cross-validation chooses the share, see `_gptq_asymmetric`. Above 0, the original model runs
-            beside the quantized one, which takes more time and memory.
-        refit: number of times that the scales of integers are fitted to the codes by least squares on the outputs and
-            the codes are chosen again; each time costs one more run of the loop.
+            for (GPTAQ). Cross-validation chooses the share, see `_gptq_asymmetric`. If the limit is above 0, the
+            original model runs beside the quantized model, which takes more time and memory.
+        refit: number of times to fit the scales to the codes, by least squares on the outputs, and then to choose the
+            codes again. Each time costs one more run of the loop. Only integer types are refitted.
     """
 
     fixes_codes: ClassVar[bool] = True
@@ -80,10 +82,11 @@ class GptqStep(Step):
         return self.asymmetric_calibration > 0
 
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
-        """Return the extra memory at the peak, when the Hessian of the widest inputs is factorized; see `Step`."""
+        """Return the extra memory at the peak, when the Hessian of the widest inputs is factorized; see `StepBytes`."""
         square = sizes.width**2
-        # At the peak, Hessian and factor are whole matrices. The cross Gram matrix beside them has a row per output, if
-        # there are few outputs. Waiting Gram matrices take half a matrix each (one, if in two parts), and are no wider.
+        # At the peak, Hessian and factor are whole (K, K) matrices. The cross Gram matrix is a third, but has only one
+        # row per output if there are few outputs. Gram matrices of sets that wait take half a matrix each (a whole one
+        # if in two parts), and are no wider.
         cross = sizes.tallest if 2 * sizes.tallest <= square else square
         return StepBytes(statistics=4 * (2 * square + (cross if self.asymmetric_calibration else 0)))
 
@@ -114,7 +117,7 @@ class GptqStep(Step):
                 gram = grams.pop(names[0])
                 if gram.is_split or layer.owner(names[0]) == rank():
                     statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
-            release_freed_memory()  # the sums, which would lie beside the factor
+            release_freed_memory()  # memory of the sums, which would otherwise be held beside the factor
             self._quantize_sets(layer, sets, statistics)
             release_freed_memory()
 
@@ -123,14 +126,14 @@ class GptqStep(Step):
         process solves each job.
         """
         jobs = [job for names in sets for job in cut_set(layer, names)]
-        factors: dict[tuple[str, ...], tuple[Factor, Shift | None]] = {}  # of the set that is being solved
+        factors: dict[tuple[str, ...], tuple[Factor, Shift | None]] = {}  # only of the set that is being solved
         workspace = Workspace()
 
         def solve(job: Job) -> tuple[list[QuantizedTensor], float]:
             if job.set not in factors:
                 factors.clear()
                 workspace.clear()
-                # Taken out, so that a set's matrices are free again once its linears are settled.
+                # Removed from `statistics`, so that a set's matrices are freed once the set's linears are solved.
                 parts, errors = statistics.pop(job.set)
                 shift = None
                 chosen = choose_correction(parts, errors.halves, self.asymmetric_calibration) if errors else None
@@ -141,7 +144,7 @@ class GptqStep(Step):
                     shift = shift_of(errors, hessian, chosen, by_all=job.set in common)
                 factors[job.set] = self._factor(hessian), shift
             factor, shift = factors[job.set]
-            if layer.device.type == "cpu":  # the last job's memory is in pieces that do not fit this job
+            if layer.device.type == "cpu":  # the last job freed its memory in pieces that do not fit this job
                 release_freed_memory()
             return self._solve_job(layer, job, factor, shift, workspace), factor.raised
 
@@ -164,7 +167,7 @@ class GptqStep(Step):
         layer.commit({name: join_rows(made) for name, made in parts.items()})
 
     def _factor(self, hessian: Tensor) -> Factor:
-        # Stable, so that inputs of equal size keep their order from run to run.
+        # Stable, so that inputs of equal magnitude have the same order in every run.
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
         if self.act_order == "none":
             order = torch.arange(len(order), device=order.device)
@@ -175,7 +178,7 @@ class GptqStep(Step):
     ) -> list[QuantizedTensor]:
         weights = [layer.weight(name)[rows] for name, rows in job.rows]
         dtype = weights[0].dtype
-        if isinstance(shift, tuple):  # its rows are outputs, and each belongs to one linear
+        if isinstance(shift, tuple):  # one matrix per linear of the set, with one row per output
             shift = tuple(shift[job.set.index(name)][rows] for name, rows in job.rows)
         weights = weights if shift is None else corrected(weights, shift)
         return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor, dtype, workspace)
@@ -188,21 +191,21 @@ class GptqStep(Step):
         dtype: torch.dtype,
         workspace: Workspace,
     ) -> list[QuantizedTensor]:
-        """Choose the codes of weights (N, K) with one scheme and one input; the weights are not modified. `dtype` is
-        the model's.
+        """Choose the codes of weights (N_i, K) that have the same scheme and input. The weights are not modified.
+        `dtype` is the dtype of the model's weights.
         """
         scheme, width = grids[0].scheme, weights[0].shape[1]
         index = torch.arange(width, device=factor.lower.device) // scheme.group_width(width)
         columns: slice | Tensor = slice(None)
         reordered = self.act_order == "group" and scheme.group_size is not None
         if reordered:
-            # Groups are consecutive columns in the order of settling; the index tells the group of each input.
+            # Columns that are settled one after another form a group; the index gives the group of each input.
             columns = factor.backwards.flip(0)
             index = torch.empty_like(index).scatter_(0, columns, index)
         choose = affine.search_parameters if self.scale_search else affine.minmax_parameters
         chosen = [choose(weight[:, columns], grid) for weight, grid in zip(weights, grids, strict=True)]
         sizes, ranges = [len(weight) for weight in weights], affine.join_ranges(chosen)
-        # A fit has one unknown per row and group, so scales that rows share cannot be fitted.
+        # A fit has one unknown per row and group, so it cannot find scales that several rows share.
         fits = self.refit if scheme.dtype.kind == "int" and scheme.block_rows == 1 else 0
         for left in range(fits, -1, -1):
             settled = settle_columns(

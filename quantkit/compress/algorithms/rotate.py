@@ -18,10 +18,10 @@ from quantkit.models.family import Family
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotateStep(Step):
-    """Randomized Hadamard rotations folded into the weights; the runtime needs no extra operation.
+    """Fold randomized Hadamard rotations into the weights; the runtime needs no extra operation.
 
     Args:
-        heads: rotate the value heads too.
+        heads: whether to rotate the value heads too.
         seed: seed of the random signs.
     """
 
@@ -31,7 +31,7 @@ class RotateStep(Step):
     seed: int = 0
 
     def open(self, source: CheckpointReader, family: Family) -> ModelReader:
-        """Return a reader of the rotated model; see `Step`."""
+        """Return a reader of the rotated model; see `Step.open`."""
         return RotatedReader(source, family, seed=self.seed, heads=self.heads)
 
     def apply(self, layer: LayerContext) -> None:

@@ -1,4 +1,4 @@
-"""Round to nearest with calibrated ranges, which minimise the error of the linear's outputs instead of its weights.
+"""Round to nearest in calibrated ranges, which minimize the error of a linear's outputs, not of its weights.
 
 This is the fastest use of calibration data: no solver, no folding. Without this step, rounding uses the ranges with the
 least squared weight error and needs no data. The step chooses ranges, not codes; AWQ chooses ranges in the same way.
@@ -17,19 +17,19 @@ from quantkit.compress.calibration.observers import GroupGram, Magnitude
 from quantkit.distributed import share_out
 from quantkit.numerics.affine import Ranges, search_parameters
 
-# Groups wider than this are searched with per-channel importance only: their Gram matrices would cost too much.
+# For groups wider than this, the search uses only the importance of each channel: Gram matrices would cost too much.
 _WIDEST_GRAM = 512
 
 
 class InputStatistics:
-    """Statistics of one set's inputs: sizes per channel, and the Gram matrix of each group if it is narrow enough.
+    """Statistics of the inputs of one set: magnitudes per channel, and a Gram matrix per group if groups are narrow.
 
     In the methods, `divisor` (K,) is the factor by which the inputs have been divided since the statistics were
     collected.
 
     Args:
         layer: the layer.
-        name: a linear of the set that has a scheme.
+        name: a linear of the set; its scheme gives the group size.
     """
 
     def __init__(self, layer: LayerContext, name: str) -> None:
@@ -46,11 +46,13 @@ class InputStatistics:
             self._gram.update(inputs)
 
     def mean_square(self, divisor: Tensor) -> Tensor:
-        """Return the mean of x^2 per input, (K,), for inputs divided by `divisor`."""
+        """Return the mean square of each input channel, (K,), after division by `divisor`."""
         return self.magnitude.mean_square / divisor.square()
 
     def gram(self, divisor: Tensor) -> Tensor | None:
-        """Return the mean of x x' inside each group, (G, g, g), for inputs divided by `divisor`."""
+        """Return the mean of x x' inside each group, (G, g, g), for inputs x divided by `divisor`; None if the groups
+        are too wide.
+        """
         if self._gram is None:
             return None
         # Inputs x / d have the products x x' / (d d').
@@ -59,12 +61,13 @@ class InputStatistics:
 
 
 def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, known: bool = False) -> None:
-    """Choose the ranges of linears with the least output error; see `search_parameters`.
+    """Choose ranges that minimize the output error of linears, and store them in the layer; see `search_parameters`.
 
     Args:
-        layer: the layer that gets the ranges.
-        seen: input statistics, keyed by the linear's relative name, at least in the linear's owner process.
-        known: whether every process has the statistics, so that any process may search.
+        layer: the layer of the linears; modified.
+        seen: input statistics, keyed by the linear's relative name. The process that owns the linear's set must have
+            seen all inputs.
+        known: whether the statistics are complete in every process, so that any process may search.
     """
 
     def search(name: str) -> Ranges:
@@ -82,14 +85,14 @@ def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, k
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RtnStep(Step):
-    """Choose the range of each group that changes the outputs least, for rounding to nearest.
+    """Choose for each group the range in which rounding to nearest changes the outputs least.
 
-    The error of a group is computed from its block of the inputs' Gram matrix. For groups of more than 512 inputs, it
-    is computed from the mean square of each input.
+    The error of a group is computed from the group's block of the inputs' Gram matrix or, if the group has more than
+    512 inputs, from the mean square of each input.
     """
 
     def apply(self, layer: LayerContext) -> None:
-        """Choose ranges for all linears; see `Step.apply`."""
+        """Choose ranges for all linears that have no codes yet; see `Step.apply`."""
         sets = layer.pending()
         seen = layer.observe({names[0]: InputStatistics(layer, names[0]) for _, names in sets})
         search_ranges(layer, {name: seen[names[0]] for _, names in sets for name in names})

@@ -1,6 +1,7 @@
 """SmoothQuant: move outliers from activations, where all channels of a token share one scale, into the weights.
 
-As in the paper, only outputs of norms are smoothed; other inputs have hardly any outlier channels.
+As in the paper, only linears that read the output of a norm are smoothed; inputs of other linears have hardly any
+outlier channels.
 Source: Xiao et al. 2022, SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models.
 """
 
@@ -20,7 +21,9 @@ from quantkit.models.linear_sets import LinearSet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmoothQuantStep(Step):
-    """Scale each channel by max|x|^alpha / max|w|^(1 - alpha); the division is folded into the norm before the linears.
+    """Divide each input channel by max|x|^alpha / max|w|^(1 - alpha), and multiply the channel's weights by this value.
+
+    The division is folded into the norm that computes the input.
 
     Args:
         alpha: 0 leaves all outliers in the activations, 1 moves all of them into the weights.
@@ -47,7 +50,7 @@ class SmoothQuantStep(Step):
 
 
 def largest_weight(layer: LayerContext, group: LinearSet) -> Tensor:
-    """Return the largest |w| of each input over all linears of the set, (K,)."""
+    """Return, for each input, the largest |w| over all linears of the set, (K,)."""
     return torch.stack([layer.weight(name).float().abs().amax(0) for name in group.linears]).amax(0)
 
 

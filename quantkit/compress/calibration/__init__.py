@@ -1,1 +1,1 @@
-"""Data of one decoder layer during calibration: texts, hidden states, statistics."""
+"""Calibration: token ids and images, the hidden states that enter a decoder layer, and statistics of its linears."""

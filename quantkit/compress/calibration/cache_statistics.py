@@ -1,5 +1,4 @@
-"""Statistics of the keys and values of one layer, updated batch by batch, from which quantkit chooses the layer's KV
-cache.
+"""Statistics of one layer's keys and values, updated batch by batch. quantkit uses them to choose the layer's KV cache.
 
 Shapes: B samples, H key/value heads, T tokens, D channels, S tokens per page. Sums are kept in float64.
 """
@@ -40,15 +39,15 @@ class HeadStatistics:
         self._add("range", (highest - lowest).double().square().sum((0, 2)))
         self._add("peak", size.amax(-1).double().square().sum((0, 2)))
         for page in torch.split(single, PAGE_TOKENS, dim=2):
-            # Partial pages have narrower ranges, which would lower the mean; one counts only if no page came before it.
+            # Partial pages have narrower ranges, which would lower the mean; they count only if no page came before.
             if page.shape[2] == PAGE_TOKENS or not self._num_pages:
                 self._add("page_range", (page.amax(2) - page.amin(2)).double().square().sum(0))
                 self._num_pages += page.shape[0]
         left = _SAMPLE_TOKENS - sum(part.shape[0] for part in self._sample)
         if left > 0:
             flat = single.transpose(1, 2).flatten(0, 1)  # (B T, H, D)
-            # A few tokens of each update, so that the first update does not fill the sample.
-            # Copied, since a slice would keep the whole batch alive.
+            # Each update adds only a few tokens, so that the first update does not fill the sample. They are copied,
+            # because a slice would keep the whole batch in memory.
             self._sample.append(flat[:: max(1, len(flat) // 256)][:left].clone())
         self.num_tokens += single.shape[0] * single.shape[2]
 
@@ -57,29 +56,29 @@ class HeadStatistics:
         return self._sums["square"] / self.num_tokens
 
     def typical(self) -> Tensor:
-        """Return the mean square of an ordinary channel of each head, (H,): the median over the channels,
-        never zero.
+        """Return the mean square of an ordinary channel of each head, (H,): the median of the mean squares of the
+        head's channels, but never zero.
         """
         return self.mean_square().median(1).values.clamp_min(1e-30)
 
     def mean_square_of_token(self, what: Literal["range", "peak"]) -> Tensor:
-        """Return the mean square, over tokens, of a token's range (largest minus smallest number) or of its largest
-        magnitude (`peak`), (H,).
+        """Return, for each head (H,), the mean square over tokens of the token's range (largest minus smallest number)
+        or, for "peak", of the token's largest magnitude.
         """
         return self._sums[what] / self.num_tokens
 
     def page_ranges(self) -> Tensor:
-        """Return (H,): the median, over a head's channels, of the mean square of a channel's range within a page,
-        divided by the mean square of the channel.
+        """Return, for each head (H,), the median over its channels of this ratio: mean square of the channel's range
+        within a page, divided by the mean square of the channel.
         """
         ranges = self._sums["page_range"] / max(1, self._num_pages)
         return (ranges / self.mean_square().clamp_min(1e-30)).median(1).values
 
     def best_clip(self, peaks: Tensor) -> Tensor:
-        """Return the share of the largest magnitude at which to clip, so that FP8 codes have the least squared error.
+        """Return the share of the largest magnitude at which clipping gives FP8 codes the least squared error.
 
         Args:
-            peaks: largest magnitude, (1,) for all heads together or (H,).
+            peaks: largest magnitude: (1,) for all heads together, or (H,) for each head.
         Returns:
             Shares in the shape of `peaks`; 1.0 = no clipping.
         """

@@ -30,7 +30,7 @@ class Samples:
         token_ids: one tuple per sample; lengths may differ.
         warnings: problems found in the data, one sentence each.
         digest: SHA-256 of the token ids, which identifies the data.
-        images: samples with images; they follow the samples without images.
+        images: samples with images; in `token_ids`, they follow the samples without images.
         held_out: further samples from the same text, all of one length, for measuring quantization errors; empty if no
             text was left.
     """
@@ -48,12 +48,12 @@ class Samples:
 
     @property
     def texts(self) -> tuple[tuple[int, ...], ...]:
-        """The samples without images."""
+        """Token ids of the samples without images."""
         return self.token_ids[: len(self.token_ids) - self.num_images]
 
     @property
     def record(self) -> CalibrationRecord:
-        """Return the entry for reports."""
+        """Return the entry about calibration for reports."""
         tokens = sum(map(len, self.token_ids))
         return CalibrationRecord(
             num_samples=len(self.token_ids),
@@ -63,7 +63,7 @@ class Samples:
         )
 
     def with_images(self, images: ImageSamples) -> "Samples":
-        """Return these samples together with samples with images."""
+        """Return these samples, followed by samples with images."""
         return Samples(
             token_ids=(*self.token_ids, *images.token_ids),
             warnings=(*self.warnings, *images.warnings),
@@ -101,7 +101,8 @@ def load_samples(
         field: key of the text or chat in a record.
         split: split of a hub data set.
     Raises:
-        DataError: no such file, nothing usable in it, no chat template, or ids outside the model's vocabulary.
+        DataError: the data cannot be read or contain nothing usable, the tokenizer has no chat template for chats, or
+            token ids are outside the model's vocabulary.
     """
     generator = random.Random(seed)
     path = Path(data)
@@ -123,14 +124,14 @@ def load_samples(
 
 
 def num_held_out(samples: int, sequence_length: int) -> int:
-    """Return the number of sequences to hold out: one in 64, but at least one; if several, at most 1,024 tokens
-    in all.
+    """Return the number of sequences to hold out: one for every 64 samples, with at most 1,024 tokens in all, but at
+    least one sequence.
     """
     return max(1, min(samples // 64, 1024 // sequence_length))
 
 
 def _not_among(extra: list[list[int]], samples: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the extra samples that are not among `samples`, and of these only the longest, which have one length."""
+    """Return the longest of the extra samples that do not occur in `samples`; all returned samples have one length."""
     new = [sample for sample in extra if sample not in samples]
     longest = max(map(len, new), default=0)
     return tuple(tuple(sample) for sample in new if len(sample) == longest)
@@ -141,8 +142,8 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
 
     Args:
         samples: token ids per sample.
-        asked: number of samples requested.
-        sequence_length: requested tokens per sample.
+        asked: number of samples that were requested.
+        sequence_length: number of tokens per sample that was requested.
         tokenizer: the tokenizer, for its BOS and unknown ids.
     Returns:
         One sentence per problem.
@@ -166,7 +167,9 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
 def _tokenize(
     records: Iterable[Any], tokenizer: Any, samples: int, length: int, generator: random.Random, where: str, extra: int
 ) -> Iterator[list[int]]:
-    """Yield chats, token-id records and then windows of text, at most `samples` + `extra` in all."""
+    """Yield token ids: first those of chats and of records with ids, in random order, then windows of text; at most
+    `samples` + `extra` in all.
+    """
     texts: list[str] = []
     whole: list[list[int]] = []
     for record in records:
@@ -188,8 +191,8 @@ def _tokenize(
 def _windows(
     texts: list[str], tokenizer: Any, samples: int, length: int, generator: random.Random, extra: int
 ) -> list[list[int]]:
-    """Return windows of `length` tokens, each beginning with BOS, from documents in random order, joined by blank
-    lines.
+    """Join documents in random order, with blank lines between them, and return windows of `length` tokens of the
+    result, in random order. Each window begins with BOS; there are at most `samples` + `extra`.
     """
     prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     step = length - len(prefix)
@@ -221,7 +224,7 @@ def _chat_ids(chat: _Chat, tokenizer: Any, where: str) -> list[int]:
 
 
 def _parts(message: Any) -> list[Any]:
-    """Return the parts of a message whose content is a list."""
+    """Return the content of a message if it is a list of parts; otherwise an empty list."""
     content = message.get("content") if isinstance(message, dict) else None
     return content if isinstance(content, list) else []
 

@@ -20,7 +20,7 @@ _ERROR_BLOCK = 1 << 21
 
 
 def row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Yield blocks of rows of a weight (N, K) that fit into memory."""
+    """Return slices that divide the rows of a weight into blocks; a float32 copy of a block needs little memory."""
     step = max(1, _ERROR_BLOCK // width)
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -80,10 +80,10 @@ def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearR
 
 
 def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[[slice], Tensor]:
-    """Return a function that gives rows of a linear's weight, rounded to nearest with absmax ranges.
+    """Return a function that, given a slice, returns these rows of a weight, rounded to nearest in full ranges.
 
     Args:
-        layer: the layer, which has the scheme of the linear.
+        layer: the layer of the linear.
         name: relative name of the linear.
         weight: (N, K), before any scale was folded into its columns.
     """

@@ -35,7 +35,7 @@ def probe(
 
     Args:
         block: the layer; its output does not change.
-        modules: relative names; each module is called once, except modules of experts.
+        modules: relative names. A run must call each of these modules once; only modules of experts may stay uncalled.
         on_call: the function to call.
         run: runs the block.
         all_tokens: whether experts are shown every token instead of only those routed to them.
@@ -102,12 +102,14 @@ def show_all_tokens(
     then: Callable[[], None],
     choose: Callable[[Tensor], Tensor] = lambda tokens: tokens,
 ) -> RemovableHandle:
-    """Show every token to experts, just before the layer routes each token to some of them.
+    """Add a hook that shows every token to experts, just before the layer routes each token to some of the experts.
+
+    The caller removes the hook.
 
     Args:
         block: the layer; its output does not change.
         modules: linears of the experts.
-        on_call: called with (name, args, kwargs) for each linear, with all tokens at once.
+        on_call: called with (name, args, kwargs) for each linear; args hold the inputs for all tokens at once.
         then: called after the last linear.
         choose: given all tokens (T, K), returns the tokens to show.
     """
@@ -129,11 +131,11 @@ def show_all_tokens(
 def count_tokens(
     block: nn.Module, experts: Sequence[ExpertLocation], runs: Iterable[Callable[[], object]]
 ) -> dict[int, int]:
-    """Count the tokens that a layer's own router assigns to each expert.
+    """Return the number of tokens that a layer's own router assigns to each expert, keyed by the expert's number.
 
     Args:
         block: the layer.
-        experts: the experts to count.
+        experts: the experts whose tokens are counted.
         runs: functions that each run the layer on some data.
     """
     counts = dict.fromkeys(sorted(expert.number for expert in experts), 0)
@@ -150,11 +152,11 @@ def count_tokens(
 
 
 def describe_under_calibrated(counts: Mapping[int, int], all_tokens: bool) -> list[str]:
-    """Return a note if some experts are under-calibrated, else an empty list.
+    """Return a list with one note if some experts are under-calibrated, otherwise an empty list.
 
     Args:
-        counts: number of tokens routed to each expert.
-        all_tokens: whether statistics use all tokens anyway.
+        counts: number of tokens routed to each expert, keyed by the expert's number.
+        all_tokens: whether the statistics of experts use all tokens instead of the routed ones.
     """
     few = [number for number, count in counts.items() if count < UNDER_CALIBRATED_TOKENS]
     if not few:

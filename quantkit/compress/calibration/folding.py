@@ -1,4 +1,4 @@
-"""Fold a scale s per channel into the parameters before and after it: y = (x / s) (W * s)', with input x and weight W.
+"""Fold a scale s per channel of a linear's input x into parameters: y = (x / s) (W * s)', where W is the weight.
 
 This module only computes the values. `algorithms._smoothing` and `discover` decide which modules may be changed.
 Shapes: N outputs, K inputs; a value head of width d feeds K / (kv_heads * d) query heads.
@@ -12,15 +12,17 @@ from quantkit.models.linear_sets import LinearSet
 
 
 def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a layer after the set's input has been divided by `scales` at its source.
+    """Yield new values of a layer's parameters: the source of a set divides by `scales`, and later weights multiply.
 
     Args:
         block: the layer; not modified, but the caller may replace each parameter when it gets the new value.
-        group: a set with a source, whose output is as wide as the set's input or consists of shared value heads.
-        scales: (K,) float32, > 0, equal within shared heads.
+        group: a set with a source. The source's output is as wide as the set's input, or consists of value heads that
+            query heads share.
+        scales: (K,) float32, > 0, equal in all query heads that share a value head.
         head_dim: width of an attention head.
     Yields:
-        Relative name and float32 value of each parameter of the source, then of each weight that reads its output.
+        Relative name and float32 value of each parameter of the source, then of each weight that reads the source's
+        output.
     """
     assert group.source is not None, "nothing can absorb the scale"
     outputs = block.get_parameter(f"{group.source}.weight").shape[0]
@@ -33,8 +35,8 @@ def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) ->
 
 
 def output_divisor(scales: Tensor, outputs: int, head_dim: int) -> Tensor:
-    """Return the factors (outputs,) by which to divide a source's outputs so that its readers' inputs are divided by
-    `scales` (K,).
+    """Return the factors (outputs,) by which to divide a source's outputs so that the inputs of the linears after it
+    are divided by `scales` (K,).
     """
     if outputs == scales.shape[0]:
         return scales

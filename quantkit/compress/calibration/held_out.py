@@ -39,7 +39,7 @@ from quantkit.results import LinearRecord
 
 # Least and largest number of tokens for measuring errors; within these limits, one in `_SHARE` calibration tokens.
 _LEAST_ROWS, _MOST_ROWS, _SHARE = 64, 512, 128
-# An error that is this many times that of plain rounding is not chance.
+# An error counts as worse than that of plain rounding if it is more than this many times as large; less may be chance.
 _WORSE = 1.02
 # Largest number of elements of a layer's targets, held while it is compressed: 64 MiB. With hundreds of experts, each
 # linear gets fewer rows.
@@ -51,11 +51,11 @@ class HeldOut:
     """Held-out hidden states of both models at the current layer, and the target outputs of its linears. *Mutable*.
 
     Args:
-        original: inputs of the layer in the original model: one batch, in the process that writes.
+        original: inputs of the layer in the original model: one batch, which only the first process runs.
         quantized: inputs in the model being quantized; None = equal to `original` (`calibration.inputs: original`).
         measure: "held-out", or "calibration" if no text was left to hold out, so that statistics use these tokens too.
-        num_tokens: number of tokens.
-        layer: number of the layer to which the targets belong.
+        num_tokens: number of calibration tokens, which decides how many held-out tokens are measured.
+        layer: name of the layer to which the targets belong.
         targets: original outputs W o of each linear, (T, N) float32, keyed by relative name.
     """
 
@@ -68,7 +68,7 @@ class HeldOut:
 
     @property
     def stores(self) -> list[ActivationStore]:
-        """Return the stores of both models."""
+        """Return the stores of both models, or the only store if both models have equal inputs."""
         return [self.original] if self.quantized is None else [self.original, self.quantized]
 
     def aim(self, layer: LayerContext, *, is_last: bool) -> None:
@@ -91,9 +91,10 @@ class HeldOut:
                     self.targets[name] = inputs @ layer.weight(name).float().T
 
     def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> None:
-        """Write the errors of a quantized layer into its records, and advance the quantized model's states past it.
+        """Write the errors of a quantized layer's linears into the layer's records, and advance the quantized model's
+        states past the layer.
 
-        If rounding to nearest gives a clearly smaller error than a step's codes, the rounded codes replace them.
+        If rounding to nearest gives a clearly smaller error than a step's codes, the rounded codes replace the step's.
 
         Args:
             layer: the finished layer; modified if codes are replaced.
@@ -101,7 +102,8 @@ class HeldOut:
             is_last: whether this is the last layer.
         """
         store, rounded = self.quantized or self.original, list[str]()
-        new = [name for name, record in layer.chosen.records.items() if math.isnan(record.error)]  # not kept codes
+        # Linears that keep the codes of the source already have an error.
+        new = [name for name, record in layer.chosen.records.items() if math.isnan(record.error)]
 
         def weight(name: str) -> Tensor:
             return original(name).to(layer.device, layer.weight(name).dtype)
@@ -123,7 +125,7 @@ class HeldOut:
             self._pass(layer, store, advances=True)
 
     def _first_worse(self, layer: LayerContext, names: list[str], rounded: list[str]) -> list[str]:
-        """Return the linears that are worse than plain rounding, in the first set that has any."""
+        """Return the linears with a larger error than plain rounding has, only from the first set with such linears."""
         worse = [
             name
             for name in names
@@ -139,8 +141,8 @@ class HeldOut:
         return [] if first is None else [name for name in worse if name in first.linears]
 
     def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
-        """Return a record with errors of the outputs, or of the weight if no held-out token reached the linear (unused
-        modules).
+        """Return a linear's record with its errors: errors of the outputs, or of the weight if no held-out token
+        reached the linear, because the layer does not use it.
         """
         name, now, target = record.name, layer.weight(record.name), self.targets.get(record.name)
         plain, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)
@@ -164,8 +166,8 @@ class HeldOut:
         )
 
     def _pass(self, layer: LayerContext, store: ActivationStore, *, advances: bool) -> dict[str, Tensor]:
-        """Run the layer on a store's states. Return input rows of each set, keyed by its first linear, in the process
-        that has the batch.
+        """Run the layer on a store's states. Return some input rows of each set, keyed by the set's first linear; in
+        processes that do not run the batch, return nothing.
         """
         rows: dict[str, Tensor] = {}
         count = self._num_rows(layer)
@@ -180,7 +182,8 @@ class HeldOut:
 
         def run(_: int, batch: Batch) -> Batch:
             with self._watched(layer, keep, count):
-                # Only the next layer's `LayerCall` needs `advance`; `forward` replays no result of another batch.
+                # `advance` would replay stored results, which belong to calibration batches. But a `LayerCall` needs it
+                # to compute the next layer's call, and nothing is stored for `LayerCall`s.
                 return layer.advance(0, batch) if advances and not isinstance(batch, Tensor) else layer.forward(batch)
 
         if advances:
@@ -194,7 +197,7 @@ class HeldOut:
         names = [group.linears[0] for group in layer.sets if any(name in layer.schemes for name in group.linears)]
         experts = [name for name in names if find_expert(name) is not None]
         handles = hook_modules(layer.block, [name for name in names if name not in experts], keep)
-        if experts:  # each sees only some tokens, and other ones than in the original model
+        if experts:  # an expert sees only some tokens, and not the same ones as in the original model
             handles.append(
                 show_all_tokens(
                     layer.block, experts, keep, lambda: None, lambda tokens: spread_rows(tokens, count).to(tokens.dtype)

@@ -45,7 +45,7 @@ class ActivationStore:
 
     @classmethod
     def restore(cls, folder: Path, mode: Mode, layer: int, digests: list[str]) -> "ActivationStore":
-        """Load the states that an interrupted run saved before `layer`.
+        """Open the states that an interrupted run saved as the inputs of the layer with number `layer`.
 
         Raises:
             ResumeError: a file is missing or has changed since it was written.
@@ -89,12 +89,12 @@ class ActivationStore:
         self._keep(batches, f"layer {self._layer}", self._layer + 1)
 
     def forget_previous(self) -> None:
-        """Delete the files of the previous layer; call this after progress has been recorded."""
+        """Delete the previous layer's files and the folder `beside`; call this after progress has been recorded."""
         for folder in (self._folder / str(self._layer - 1), self._folder / "beside") if self._folder else ():
             shutil.rmtree(folder, ignore_errors=True)
 
     def _keep(self, batches: Iterator[tuple[int, Batch]], source: str, layer: int) -> None:
-        """Store each batch as it arrives; in memory, it replaces the batch of the previous layer."""
+        """Store the inputs of a layer, batch by batch. In memory, each batch replaces that of the previous layer."""
         digests: dict[int, str] = {}
         for number, states in batches:
             require_finite(states_of(states), source)
@@ -119,7 +119,7 @@ class ActivationStore:
 
 
 def check_saved(path: Path, digest: str) -> None:
-    """Raise ResumeError if a file of an interrupted run has changed since it was written."""
+    """Raise ResumeError if a file of an interrupted run is missing or has changed since it was written."""
     with contextlib.suppress(CheckpointError):
         read_header(path)  # checks the size first, because a file that has grown may have no end
         if file_digest(path) == digest:

@@ -1,7 +1,7 @@
 """Calibration samples with images, as the model's own processor converts them.
 
 Images are the bundled pictures, the files of a folder, or the files that a .jsonl file names. They are opened one at a
-time, and again for each use, because a sample's pixels take as much memory as its hidden states.
+time, and again for each use, because the pixels of a sample take as much memory as the sample's hidden states.
 """
 
 import hashlib
@@ -37,7 +37,9 @@ QUESTION = "What does the picture show?"
 
 
 def draw_pictures() -> list[tuple[str, Tensor]]:
-    """Draw the bundled pictures, always the same ones: captions, and pixels (height, width, 3) uint8."""
+    """Draw the bundled pictures, which are always the same. Return for each its caption and pixels (height, width, 3)
+    uint8.
+    """
     return [
         ("A red circle on a white ground.", _two("red", "white", _circle, 224, 224)),
         ("A blue square on a yellow ground.", _two("blue", "yellow", _square, 224, 224)),
@@ -51,8 +53,8 @@ def draw_pictures() -> list[tuple[str, Tensor]]:
 
 
 def _two(front: str, ground: str, shape: Callable[[Tensor, Tensor], Tensor], height: int, width: int) -> Tensor:
-    """Draw a shape in one colour on a background of another. `shape` maps coordinates y and x (0 to 1) to whether the
-    point lies inside.
+    """Draw a shape in one colour on a background of another colour. `shape` returns, for coordinates y and x from 0 to
+    1, whether each point lies inside the shape.
     """
     y, x = torch.meshgrid(torch.arange(height) / height, torch.arange(width) / width, indexing="ij")
     colours = torch.tensor([_COLOURS[ground], _COLOURS[front]], dtype=torch.uint8)
@@ -109,7 +111,7 @@ class ImageChat:
     Args:
         where: origin of the sample, for messages.
         messages: a chat; each content is a list of `{"type": "image"}` and `{"type": "text", "text": ...}`.
-        pictures: images of the image parts, in order.
+        pictures: the image of each image part, in the order of the parts.
     """
 
     where: str
@@ -123,9 +125,9 @@ class ImageSamples:
 
     Args:
         processor: the model's processor.
-        chats: one per sample.
+        chats: one chat per sample.
         token_ids: token ids of each chat, including those that stand for images.
-        warnings: one sentence each.
+        warnings: problems found in the data, one sentence each.
         digest: SHA-256 of everything that the processor returns for the samples.
     """
 
@@ -136,7 +138,7 @@ class ImageSamples:
     digest: str
 
     def inputs(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield the token ids (1, T) of each sample, and the arguments of the model's forward for it."""
+        """Yield, for each sample, its token ids (1, T) and the arguments of the model's forward."""
         for chat in self.chats:
             inputs = _process(self.processor, chat)
             yield inputs["input_ids"], inputs
@@ -148,8 +150,8 @@ def load_images(
     """Read, process and draw calibration samples with images; the same arguments give the same samples.
 
     Args:
-        data: "bundled", a folder of image files, or a .jsonl file with `image`, `images` or `messages` per line; its
-            paths are relative to the file.
+        data: "bundled", a folder of image files, or a .jsonl file with `image`, `images` or `messages` per line; paths
+            in the file are relative to its folder.
         folder: folder of the model.
         config: config.json of the model.
         samples: maximum number of samples.
@@ -194,7 +196,7 @@ def load_images(
 
 
 def load_processor(folder: Path) -> Any:
-    """Load the processor that turns texts with images into a model's inputs; code in its folder is never run.
+    """Load the processor that converts texts with images to a model's inputs; code in the model's folder is never run.
 
     Raises:
         InputError: a library that the processor needs is not installed.
@@ -205,8 +207,8 @@ def load_processor(folder: Path) -> Any:
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise InputError(f"calibration with images needs Pillow; {install_command('images')}") from None
-    load_tokenizer(folder)  # checks the tokenizer, which the processor also has
+        raise InputError(f"calibration with images needs Pillow; run {install_command('images')}") from None
+    load_tokenizer(folder)  # checks the tokenizer, which is part of the processor
     try:
         with quiet_stdout():
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -264,7 +266,7 @@ def _open(chat: ImageChat) -> list[Any]:
 
 
 def _check_image_tokens(ids: tuple[int, ...], config: Mapping[str, Any], chat: ImageChat) -> None:
-    """Raise DataError if no token stands for the images, because the model would not see them."""
+    """Raise DataError if no token of a sample stands for its images, because the model would not see the images."""
     token = config.get("image_token_id", config.get("image_token_index"))
     if token is not None and token not in ids:
         raise DataError(f"{chat.where}: its text contains no token for the image ({token} of config.json)")
@@ -291,7 +293,7 @@ def _read(path: Path) -> list[ImageChat]:
 
 
 def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a .jsonl file with this text, each after its file and line number, for messages.
+    """Yield, for each line of a .jsonl file's text, its place (file and line number, for messages) and its object.
 
     Raises:
         DataError: a line is not a JSON object.
@@ -304,7 +306,7 @@ def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parse(record: Mapping[str, Any], where: str, folder: Path) -> ImageChat:
-    """Parse a record: `image` or `images` with `text` or `messages`, or images inside `messages`."""
+    """Convert a record to a chat. The record names its images in `image` or `images`, or inside `messages`."""
     files = record.get("images", record.get("image"))
     files = [files] if isinstance(files, str) else (files or [])
     messages = record.get("messages")

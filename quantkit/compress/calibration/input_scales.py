@@ -1,4 +1,4 @@
-"""Calibrate static scales of linear inputs: one number per tensor, computed after the layer has its final weights.
+"""Calibrate static scales for the inputs of linears: one per input tensor, computed after all linears have codes.
 
 Linears of one module that read the same input (q, k and v; gate and up) share the scale, because engines fuse them. The
 runtime computes dynamic scales. `numerics.activation_quant` contains the arithmetic.
@@ -18,7 +18,8 @@ from quantkit.numerics.scheme import ActivationScheme
 
 RangeMethod = Literal["absmax", "mse"]
 
-# Number of values kept of each batch, and in all, to measure errors. Whole rows are kept, so that no channel is missed.
+# Number of values to keep of each batch, and in all, for measuring errors. Whole rows are kept, so that every channel
+# is in the sample.
 _BATCH_VALUES, _VALUES = 1 << 16, 1 << 20
 # Fractions of the largest magnitude that are tried, down to a 32nd.
 _FRACTIONS = tuple(2 ** (-i / 6) for i in range(31))
@@ -52,18 +53,19 @@ class InputRange:
 
     @property
     def values(self) -> Tensor:
-        """Return the numbers of the kept rows, (n,) float32."""
+        """Return all values of the sampled rows, (n,) float32."""
         return torch.cat(self._kept)
 
 
 def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
-    """Compute the scale of every input that needs one, and add it to the quantized weights that read the input.
+    """Compute the scale of every input that needs a calibrated one, and store it with the codes of the linears that
+    read the input.
 
     Args:
         layer: a layer whose linears all have codes; modified.
         method: "absmax" covers every observed value; "mse" clips rare large values if that lowers the squared error.
     Raises:
-        DataError: an input was always zero, or was never computed.
+        DataError: an input was always zero, was not finite, or was never computed.
     """
     sets = _inputs(layer)
     if not sets:
@@ -92,7 +94,7 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
 
 
 def _inputs(layer: LayerContext) -> list[list[str]]:
-    """Return the linears whose input has a static scale, grouped by shared scale."""
+    """Return the linears whose inputs still need a calibrated scale; each inner list shares one scale."""
     shared: dict[tuple[int, str], list[str]] = {}
     for number, group in enumerate(layer.sets):
         for name in group.linears:
@@ -105,7 +107,8 @@ def _inputs(layer: LayerContext) -> list[list[str]]:
 
 def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:
     """Return the largest magnitude that the scale must cover."""
-    # With a dynamic scheme this is a global scale. Groups get their own scales at run time, so clipping would not help.
+    # In a dynamic scheme, the calibrated scale is a global one. Groups get their own scales at run time, so clipping
+    # would not help.
     if method == "absmax" or seen.largest == 0 or scheme.dynamic:
         return seen.largest
     values = seen.values

@@ -1,8 +1,8 @@
 """Choose the KV cache of a layer: observe its keys and values, calibrate scales, and detect outliers.
 
 A recorder takes the place of the cache object that transformers passes to a layer. It sees keys and values after the
-position embedding and any norm, computed with the layer's final weights. This module rounds nothing; the runtime does.
-The pipeline refuses models that cache a latent vector instead of keys and values.
+position embedding and any norm, computed with the layer's final weights. Keys and values are rounded by the runtime,
+not by this module. The pipeline refuses models that cache a latent vector instead of keys and values.
 Shapes: B samples, H key/value heads, T tokens, D channels.
 """
 
@@ -30,16 +30,16 @@ _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "lea
 
 
 class _Seen(Exception):
-    """Signal with the keys and values that the layer passes to its cache."""
+    """Signal that ends a layer's run; its arguments are the keys and values that the layer passes to its cache."""
 
 
 def calibrate_cache(layer: LayerContext, goal: CacheGoal) -> CacheRecord:
-    """Choose scales and number types of one layer's cache; call this when its weights are final.
+    """Choose the scales and number types of one layer's cache; call this when the layer's weights are final.
 
     Args:
-        layer: the layer. If `goal.needs_data`, its store must hold the hidden states. A note is added if the decision
-            differs from the goal.
-        goal: cache that the recipe asks for.
+        layer: the layer. If `goal.needs_data`, its store must hold the hidden states. A note is added if the chosen
+            cache differs from `goal`.
+        goal: the cache that the recipe asks for.
     Raises:
         ModelError: the layer does not pass its keys and values to a cache.
         CheckpointError: a key or value is not finite, or all values that share a scale are zero.
@@ -110,14 +110,14 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
     Keys have outlier channels if this value exceeds `MOST_NOISE`. An outlier (a large bias of the key projection, or a
     few channels far above the rest) widens the range that all channels of a token share. The rounding step grows with
     the range. The noise is the step's mean square divided by 12, and is equal for all channels. An ordinary channel's
-    mean square is the median over the head's channels, which few outliers do not change. With ranges per channel, each
-    channel has its own noise, and the median of these counts. Floats have a relative error, and a fixed step only for
-    numbers so small that they are subnormal.
+    mean square is the median over the head's channels, which a few outliers do not change. With ranges per channel,
+    each channel has its own noise, and the result is the median over the channels. With a float type, the error of a
+    number is proportional to the number. Only subnormal numbers, which are very small, have a fixed step.
 
     Args:
         statistics: statistics of one layer.
         scheme: scheme of the keys.
-        rotated: whether keys are rotated before rounding; None = yes, if the statistics include rotated keys.
+        rotated: whether keys are rotated before rounding; None = yes if the statistics include rotated keys, else no.
     """
     if scheme.dtype is None:
         return 0.0
@@ -140,11 +140,11 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
 
 
 def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
-    """Return the requested cache; or, if keys have outlier channels, the first remedy that makes their noise small
-    enough.
+    """Return the requested cache or, if the keys have outlier channels, a cache with the first remedy that makes the
+    noise of the keys small enough.
 
-    Remedies are tried in order of cost: ranges per channel instead of per token, 8 bits, unquantized. If a recipe names
-    a remedy, only that one is tried, and keys stay unquantized if it does not help.
+    Remedies are tried in order of cost: ranges per channel instead of per token, 8 bits, unquantized keys. If the
+    recipe names a remedy, only this one is tried, and the keys stay unquantized if it does not help.
     """
     if not goal.outliers or noise(statistics, goal.scheme.key) <= MOST_NOISE:
         return goal.scheme

@@ -38,7 +38,7 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.results import LinearRecord
 
-# Least signal-to-noise ratio of a repeated run, perhaps in another batch; rounding alone leaves far less noise.
+# With less than this signal-to-noise ratio, a repeated run counts as different; rounding alone leaves far less noise.
 _SAME_DB = 20.0
 _NO_ERRORS: Mapping[str, CrossGram] = MappingProxyType({})
 
@@ -61,10 +61,10 @@ class LayerContext:
         head_dim: width of an attention head.
         stored_dtype: dtype on disk of each parameter, by relative name.
         seed: seed of the run, for steps that draw random numbers.
-        owners: with several processes: for each set, keyed by its first linear, the process that keeps its statistics.
-        data: statistics of the layer's inputs, and the original layer.
+        owners: with several processes, the process that keeps a set's statistics, keyed by the set's first linear.
+        data: data about the layer's inputs, and the original layer.
         chosen: choices made so far.
-        shared: statistics of the unchanged layer, shared with other recipes that have the same inputs; None = not
+        shared: statistics of the unchanged layer, shared with other recipes whose layer has the same inputs; None = not
             shared.
     """
 
@@ -93,7 +93,7 @@ class LayerContext:
 
     @property
     def store(self) -> ActivationStore:
-        """Inputs of the layer, in all processes."""
+        """Inputs of the layer, including the batches of other processes."""
         assert self.stream.store is not None, "this recipe has no calibration data"
         return self.stream.store
 
@@ -108,21 +108,21 @@ class LayerContext:
         return self.linear(name).weight.data
 
     def pending(self) -> list[tuple[LinearSet, tuple[str, ...]]]:
-        """Return the sets that still have linears to quantize, each with these linears."""
+        """Return each set that still has linears for steps to quantize, with the names of these linears."""
         left = {n for n in self.schemes if n not in self.chosen.quantized and not self._is_under_calibrated(n)}
         todo = [(group, tuple(n for n in group.linears if n in left)) for group in self.sets]
         return [(group, names) for group, names in todo if names]
 
     def _is_under_calibrated(self, name: str) -> bool:
-        """Whether a linear belongs to an expert that saw too few tokens for any step."""
+        """Whether no step quantizes a linear because the linear belongs to an expert that saw too few tokens."""
         expert = find_expert(name)
         if expert is None or self.data.all_tokens or not self.data.tokens_per_expert:
             return False
         return self.data.tokens_per_expert[expert.number] < UNDER_CALIBRATED_TOKENS
 
     def count_tokens(self) -> None:
-        """Run all calibration data, count the tokens routed to each expert, and add a note about under-calibrated
-        experts.
+        """Run all calibration data through the layer, count the tokens routed to each expert, and add a note if experts
+        are under-calibrated.
         """
         experts = [expert for group in self.sets for name in group.linears if (expert := find_expert(name))]
         if not experts or self.stream.store is None:
@@ -138,8 +138,8 @@ class LayerContext:
         self.chosen.notes += describe_under_calibrated(counts, self.data.all_tokens)
 
     def _gathered(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return statistics of the data. Recipes that share them compute them only once, as long as the layer is
-        unchanged.
+        """Return the statistics that `compute` returns. As long as the layer is unchanged, recipes that have `shared`
+        in common compute the statistics only once for each key.
         """
         if self.shared is None or self.chosen.quantized or self.data.divisors:
             return compute()
@@ -151,13 +151,14 @@ class LayerContext:
     def observe(self, observers: Mapping[str, Seen], errors: Mapping[str, CrossGram] = _NO_ERRORS) -> dict[str, Seen]:
         """Run all calibration data through the layer and show each observer the inputs of its linear.
 
-        With several processes, an observer gets its inputs in the process that owns the set; see `known` and `Gram`.
+        With several processes, only the process that owns a set shows inputs to the set's observer; see `known`. A
+        `Gram` that is split gets all inputs in every process.
 
         Args:
             observers: observers, keyed by the linear's relative name.
             errors: further observers for some of these linears. Each gets the linear's inputs together with the
-                original model's inputs of the same tokens. The latter are divided by the scales that steps have folded
-                into their source.
+                original model's inputs of the same tokens. The original inputs are divided by the scales that steps
+                have folded into the set's source.
         Returns:
             The observers, or copies of other observers that have seen the same inputs.
         """
@@ -223,7 +224,7 @@ class LayerContext:
             self.data.original.structure = self.stream.structure
 
     def capture(self, module: str, max_tokens: int) -> list[Call]:
-        """Return the arguments of a sub-module's calls for about `max_tokens` tokens, in whole sequences.
+        """Run whole sequences of about `max_tokens` tokens in all, and return the arguments of a sub-module's calls.
 
         Args:
             module: relative name of the sub-module.
@@ -256,13 +257,13 @@ class LayerContext:
             return self.stream.forward(hidden, **extra)
 
     def advance(self, number: int, batch: Batch) -> Batch:
-        """Return the inputs of the next layer for batch `number`, which enters this layer."""
+        """Run the layer on batch `number` of its inputs, and return the corresponding input of the next layer."""
         with self.quantized_inputs(self.chosen.quantized):
             return self.stream.advance(number, batch)
 
     def check_runs(self, first: Tensor | None) -> None:
-        """Check that a repeated run gives the same result as `first`, the layer's output for the first sequence; all
-        processes learn the answer.
+        """Check that another run gives the same output as `first`, the layer's output for the first sequence (None in
+        processes without this sequence). If it does not, all processes discard stored results and add a note.
         """
         if self.stream.structure is None or not isinstance(self.store[0], Tensor):
             return
@@ -291,7 +292,9 @@ class LayerContext:
             self._put(name, weight, record)
 
     def round_plainly(self, name: str, weight: Tensor) -> None:
-        """Replace the codes of a linear: round its unquantized weight (N, K) to nearest in full ranges."""
+        """Replace the codes of a linear by those of `weight`, its unquantized weight (N, K), rounded to nearest in full
+        ranges.
+        """
         before = self.chosen.quantized.pop(name)
         self.weight(name).copy_(weight)
         self.chosen.ranges[name] = affine.minmax_parameters(weight, self.grid(name))
@@ -307,7 +310,7 @@ class LayerContext:
         """Set the codes of linears, record their errors, and put the decoded values into the layer.
 
         Args:
-            weights: codes and scales by relative name; from here on the layer computes with their decoded values.
+            weights: codes and scales, keyed by relative name; from then on the layer computes with the decoded values.
         """
         self.chosen.solved |= weights.keys()
         records = self.by_owners(list(weights), lambda name: measured(self, name, weights[name]))
@@ -319,19 +322,19 @@ class LayerContext:
         return self.owners.get(self.set_key(name), 0)
 
     def by_owners(self, names: Sequence[str], compute: Callable[[str], T]) -> list[T]:
-        """Compute each linear's value in the process that owns its set, and return all values in every process."""
+        """Compute a value for each linear in the process that owns its set, and return all values in every process."""
         if self.stream.store is None:  # one thread of one process does this work alone
             return [compute(name) for name in names]
         return share_out(names, compute, owners=[self.owner(name) for name in names])
 
     def known(self, observers: Mapping[str, T]) -> dict[str, T]:
-        """Return each observer, with the statistics that its owner has, in every process."""
+        """Return all observers in every process: each observer comes from the process that owns the linear's set."""
         names = list(observers)
         return dict(zip(names, self.by_owners(names, observers.__getitem__), strict=True))
 
     def _put(self, name: str, weight: QuantizedTensor, record: LinearRecord) -> None:
         current, grid = self.weight(name), self.grid(name)
-        # Fixed by the first codes: from here on the layer holds decoded values, whose largest may differ.
+        # Fixed by the first codes: from here on the layer holds decoded values, whose largest magnitude may differ.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
         self.chosen.records[name], self.chosen.quantized[name] = record, weight
@@ -339,8 +342,8 @@ class LayerContext:
             current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
-        """Return the largest magnitude (1,) of all linears that share a tensor-wide scale with this one, before any of
-        them got codes.
+        """Return the largest magnitude (1,) in the unquantized weights of all linears that share a tensor-wide scale
+        with this one; None if the scheme has no such scale.
         """
         if not self.schemes[name].weight.has_tensor_scale:
             return None
@@ -351,8 +354,8 @@ class LayerContext:
         return torch.cat([affine.largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
     def sharing(self, name: str) -> list[str]:
-        """Return the linears that share a tensor scale with this one: engines fuse linears of one set, module and
-        scheme.
+        """Return the linears that share a tensor-wide scale with this one, and this one itself. They have the same set,
+        parent module and scheme, so engines fuse them.
         """
         module, scheme = name.rpartition(".")[0], self.schemes[name].weight
         inside = [other for other in self._set(name).linears if other.rpartition(".")[0] == module]
@@ -380,11 +383,11 @@ class LayerContext:
     ) -> Iterator[None]:
         """While open, quantize the inputs of linears as the runtime will, if their schemes say so.
 
-        An input with a calibrated scale is quantized only once the scale is known, after all linears have codes.
+        Inputs with a calibrated scale stay unquantized until the scale is known, which is after all linears have codes.
 
         Args:
             names: relative names of the linears.
-            quantize: called with the arguments of `fake_quantize_inputs`.
+            quantize: function that quantizes inputs, with the arguments of `fake_quantize_inputs`.
         """
         with ExitStack() as hooks:
             for name in names:

@@ -1,4 +1,4 @@
-"""State of a layer during compression: its inputs and their statistics, and the choices made for it."""
+"""State of a layer during compression: data about its inputs, and the choices made for it."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,18 @@ from quantkit.results import LinearRecord
 
 @dataclass(kw_only=True, slots=True)
 class LayerData:
-    """Inputs of a layer, and their statistics. *Mutable*.
+    """Data about a layer's inputs: the original model's data, token counts, and folded scales. *Mutable*.
 
     Args:
-        original: the original layer with the original model's inputs; only present if a step compares with it.
-        targets: the original model's hidden states after the layer, if a step needs only these.
+        original: the original layer with the original model's inputs; None unless a step needs them.
+        targets: the original model's hidden states after the layer, if a step needs these but not `original`.
         all_tokens: whether statistics of experts use all tokens instead of the routed ones; the layer's output is not
             affected.
         tokens_per_expert: number of tokens routed to each expert; set by `LayerContext.count_tokens`.
         divisors: (K,) factors by which the inputs of a set have been divided since the layer was loaded, keyed by the
             set's first linear.
-        output_divisors: (N,) factors by which the outputs of a linear have been divided since then, keyed by its name.
+        output_divisors: (N,) factors by which the outputs of a linear have been divided since the layer was loaded,
+            keyed by the linear.
     """
 
     original: Stream | None = None
@@ -40,11 +41,11 @@ class LayerChoices:
 
     Args:
         ranges: ranges that a step chose for the later rounding.
-        quantized: codes; the layer computes with their dequantized values.
+        quantized: quantized weights; the layer computes with their dequantized values.
         solved: linears for which a step chose the codes, not only the ranges.
-        tensor_largest: see `WeightGrid`; keyed by the first of the linears that share it. It is fixed when one of them
-            gets codes.
-        cache_scales: tensors of the KV cache to write beside the weights.
+        tensor_largest: see `WeightGrid`; keyed by the first of the linears that share a tensor-wide scale. It is fixed
+            when the first of them gets codes.
+        cache_scales: scales of the KV cache, which are written beside the weights.
         records: errors and sizes of the quantized linears.
         notes: remarks for the user, one sentence each.
     """

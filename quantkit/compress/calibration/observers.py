@@ -1,8 +1,8 @@
 """Statistics of a linear's inputs, updated batch by batch. Shapes: T tokens, K inputs, G groups of g inputs.
 
 With several processes, each runs different batches of the data. The processes exchange the inputs, not partial sums:
-the process that owns a statistic adds every batch in the order of the data. So the result is bit for bit that of one
-process, and there is no second copy in memory.
+the process that owns a statistic adds every batch in the order of the data. So the result is bit for bit the same as
+with one process, and memory holds no second copy of a statistic.
 """
 
 import math
@@ -18,14 +18,14 @@ from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.distributed import assign_work, exchange, fill, rank, world
 from quantkit.numerics.matmul import Operand, add_products, multiplies_bfloat16, pack_matrix, packed_size
 
-# Columns of the Gram matrix computed at once; only blocks on and below the diagonal are computed.
+# Rows of a Gram matrix that are computed at once; only blocks on and below the diagonal are computed.
 _PANEL = 512
 # Tokens copied at once for the product.
 _TOKENS = 1024
 # Largest norm with which a token counts, in units of the median norm. The first token of a text, and a few others, have
 # norms a hundred times as large. They are all alike and say hardly anything about other texts.
 _LARGEST_NORM = 2.0
-# Number of combinations of outputs that stand for all outputs where an error is only estimated.
+# Number of random combinations of outputs that stand for all outputs in an estimate of the error.
 _SKETCHED = 256
 
 
@@ -37,8 +37,8 @@ class Observer(Protocol):
 
 
 def options_of(value: object) -> Hashable:
-    """Return a key for the type, sizes and options of an observer without data; observers with equal keys are
-    interchangeable.
+    """Return a key for the type, sizes and options of an observer that has seen no inputs. Observers with equal keys
+    are interchangeable.
     """
     if isinstance(value, Tensor):
         return tuple(value.shape)
@@ -50,8 +50,8 @@ def options_of(value: object) -> Hashable:
 
 
 class Workspace:
-    """Memory for copies of inputs, reused by observers one after another; allocating it each time costs as much as
-    copying.
+    """Memory for copies of inputs, which observers use one after another. Allocating new memory for each copy would
+    take as long as copying.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Workspace:
         return self.empty(values.shape, purpose, values, torch.float32).copy_(values)
 
     def empty(self, shape: tuple[int, ...], purpose: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return uninitialized memory, valid until the next call with the same purpose, on the device of `like` and by
-        default in its dtype.
+        """Return uninitialized memory on the device of `like`, and in the dtype of `like` unless `dtype` is given. It
+        is valid until the next call with the same purpose.
         """
         dtype, size = dtype or like.dtype, math.prod(shape)
         held = self._held.get((purpose, dtype))
@@ -86,7 +86,7 @@ class Workspace:
 
 
 class _MeanMatrix:
-    """Sum of (R, K) float32 matrices over tokens, computed in panels of rows. `finish` returns parts that add up to the
+    """Sum over tokens of (R, K) float32 matrices, computed in panels of rows. `finish` returns parts that add up to the
     mean, and can be called only once, because it frees the sums.
 
     Args:
@@ -94,8 +94,8 @@ class _MeanMatrix:
         device: device of the matrix.
         rows: R; None = K.
         parts: number of separate sums; each uses an equal share of every update's tokens.
-        split: with several processes, every process gets all inputs and sums some of the panels.
-        workspace: memory shared with other observers; None = its own.
+        split: whether, with several processes, every process gets all inputs and sums only some of the panels.
+        workspace: memory shared with other observers; None = memory of its own.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class _MeanMatrix:
         self.is_split = split
         starts = range(0, self._shape[0], _PANEL)
         panels = [slice(start, min(start + _PANEL, self._shape[0])) for start in starts]
-        # Counted as costly as the panels of a Gram matrix, where each panel is wider than the one before.
+        # Costs are those of a Gram matrix, where each panel is wider than the one before.
         self._shared = list(zip(panels, assign_work([panel.stop for panel in panels]), strict=True))
         self.sums = [
             (panel, [torch.zeros(self._part(panel), dtype=torch.float32, device=device) for _ in range(parts)])
@@ -123,20 +123,20 @@ class _MeanMatrix:
         self.num_tokens = 0
 
     def _part(self, panel: slice) -> tuple[int, int]:
-        """Return the shape of the part of the sum that belongs to these rows, from their first column on."""
+        """Return the shape of what is stored of these rows: all columns, or in a subclass only the first ones."""
         return panel.stop - panel.start, self._shape[1]
 
     def chunks(self, *rows: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yield the number of a part and the rows of each tensor (T, ...) to sum in it, in pieces that fit the
-        workspace.
+        """Divide tensors (T, ...) along the tokens into pieces that fit the workspace. Yield for each piece the number
+        of the part that sums it, and the piece of each tensor.
         """
         for part, own in enumerate(zip(*(torch.tensor_split(each, self._parts) for each in rows), strict=True)):
             for start in range(0, len(own[0]), _TOKENS):
                 yield part, [each[start : start + _TOKENS] for each in own]
 
     def finish(self) -> list[Tensor]:
-        """Return the parts, which add up to the mean, and free the observer's memory. If split, all processes must call
-        this.
+        """Return the parts, which add up to the mean, and free the observer's memory. If the sum is split, all
+        processes must call this.
         """
         self._workspace, own = Workspace(), self.sums[::-1]
         self.sums = []
@@ -153,7 +153,7 @@ class _MeanMatrix:
 
 
 class Gram(_MeanMatrix):
-    """Mean of x x' over tokens, with very large x scaled down: GPTQ's Hessian up to a factor.
+    """Mean of x x' over tokens, with very large x scaled down. It is GPTQ's Hessian up to a constant factor.
 
     Entries above the diagonal are undefined.
     """
@@ -174,9 +174,10 @@ class CrossErrors(NamedTuple):
     """Errors of earlier layers, as a set of linears sees them.
 
     Args:
-        mean: (K, K) E, the mean of (o - x) x', where o is the original model's input; or (N_i, K) W_i E for each linear
-            i.
-        halves: (R, K) S W E of each half of the tokens; they add up to S W E of all tokens. S (R, N) combines outputs.
+        mean: E (K, K), the mean of (o - x) x', where x is the input and o the original model's input; or, for each
+            linear i, W_i E (N_i, K).
+        halves: S W E (R, K) of each half of the tokens; the two add up to S W E of all tokens. S (R, N) combines
+            outputs.
     """
 
     mean: Tensor | tuple[Tensor, ...]
@@ -184,11 +185,11 @@ class CrossErrors(NamedTuple):
 
 
 class CrossGram(_MeanMatrix):
-    """Mean of (o - x) x' over tokens: products of a linear's inputs x and their errors, where o is the original model's
-    input.
+    """Mean of (o - x) x' over tokens, where x is a linear's input, o is its input in the original model, and o - x is
+    the error of x.
 
-    For linears with few outputs, the smaller matrix W (o - x) x' is enough. `split` and the scaling of tokens work as
-    in `Gram`.
+    For linears with few outputs, the smaller matrix W (o - x) x' is enough. Work is always split between processes.
+    Tokens are scaled as in `Gram`.
 
     Args:
         weights: (N_i, K) weights of all linears that read the input; must not change until the mean is computed.
@@ -228,7 +229,7 @@ class CrossGram(_MeanMatrix):
         add_products(total, outputs, slice(0, len(total)), values)
 
     def _rows(self, panel: slice) -> Tensor:
-        """Return these rows of all weights, stacked; this copies at most one panel."""
+        """Return the rows `panel` of the stacked weights; this copies at most one panel."""
         starts = accumulate((len(weight) for weight in self._weights[:-1]), initial=0)
         return torch.cat(
             [
@@ -238,16 +239,17 @@ class CrossGram(_MeanMatrix):
         )
 
     def errors(self) -> CrossErrors:
-        """Return the mean and its halves, and free the memory; see `finish`."""
+        """Return the sums as `CrossErrors`, and free the memory; see `finish`."""
         (mean,), self._weights = self.finish(), []
         return CrossErrors(mean if self._sizes is None else torch.split(mean, self._sizes), self._halves.finish())
 
 
 def _token_shares(inputs: Tensor) -> Tensor:
-    """Return the factor of each token of (T, K) inputs, (T, 1) float32, at most 1; see `_LARGEST_NORM`.
+    """Return the factor by which to scale each token of inputs (T, K), as (T, 1) float32, at most 1; see
+    `_LARGEST_NORM`.
 
-    AWQ and searched ranges do not use it, because their codes do not compensate for errors; with it, their KL was a
-    third larger.
+    AWQ and range search do not use these factors, because they do not compensate for errors. With the factors, their KL
+    was a third larger.
     """
     norms = torch.linalg.vector_norm(inputs, dim=1, keepdim=True, dtype=torch.float32)
     if not len(norms):  # an expert without tokens
@@ -260,7 +262,7 @@ def _scaled(rows: Tensor, shares: Tensor) -> Tensor:
 
 
 def _sketch(weights: Sequence[Tensor]) -> Tensor:
-    """Return random combinations (R, K) of the outputs of (N_i, K) weights, or all outputs if there are at most R."""
+    """Return R random combinations of the rows of weights (N_i, K), as (R, K), or all rows if there are at most R."""
     count = sum(len(weight) for weight in weights)
     if count <= _SKETCHED:
         return torch.cat(list(weights))
@@ -272,7 +274,7 @@ def _sketch(weights: Sequence[Tensor]) -> Tensor:
 
 
 class GroupGram:
-    """Mean of x x' inside each group of inputs: the second-order cost of changing that group's weights.
+    """Mean of x x' inside each group of inputs, from which follows the output error of changes to the group's weights.
 
     Args:
         width: K.
@@ -330,7 +332,7 @@ class Magnitude:
 
 
 def spread_rows(inputs: Tensor, count: int) -> Tensor:
-    """Return at most `count` > 0 rows of (T > 0, K) inputs in float32, spread evenly over them."""
+    """Return at most `count` rows of inputs (T, K) in float32, spread evenly over all rows; both counts must be > 0."""
     count = min(count, len(inputs))
     return inputs[torch.linspace(0, len(inputs) - 1, count, device=inputs.device).long()].float()
 
@@ -385,8 +387,8 @@ class Deliveries:
 
 
 def own_turns(store: ActivationStore) -> Iterator[int | None]:
-    """Yield, for each turn of all processes, the number of the batch that this process runs; None = no batch is left
-    for it.
+    """Yield, for each turn of all processes, the number of the batch that this process runs; None = this process has no
+    batch in this turn.
     """
     for first in range(0, len(store), world()):
         number = first + rank()

@@ -1,10 +1,10 @@
 """Run calibration data through a layer once for each set of linears, without repeating work.
 
 Each run computes the inputs of one set, with the codes of the sets before it. Modules whose weights are final give the
-same outputs in every later run, so their outputs are stored for each batch and replayed. If a module ends in the linear
-that is quantized next, the input of that linear is stored instead, because the rest of the module is no longer needed.
-So each linear sees each batch once, and the last run computes only the end of the layer. Modules that cannot be
-replaced in this way run again, with equal results. Module names are relative to the layer; "" is the layer itself.
+same outputs in every later run, so their outputs are stored for each batch and replayed. If a module returns the output
+of the linear that is quantized next, the input of this linear is stored instead, because the rest of the module is no
+longer needed. So each linear sees each batch once, and the last run computes only the end of the layer. Modules whose
+outputs cannot be stored run again, with equal results. Module names are relative to the layer; "" is the layer itself.
 """
 
 from collections import Counter
@@ -25,16 +25,17 @@ from quantkit.huggingface.layer_call import Batch, LayerCall, hidden_states, sta
 from quantkit.huggingface.layer_inputs import Compute, compute_with
 from quantkit.models.linear_sets import find_expert
 
-# Outputs with more than this many times as many numbers as the layer's output are not stored, e.g. attention weights.
+# An output is not stored if it is more than this many times as large as the layer's output, e.g. attention weights.
 _MOST_WIDTHS = 16
 
 
 class End(NamedTuple):
-    """How a module returns the output of its last linear: unchanged, or first in a tuple that has no other tensors.
+    """How a module returns the output of its last linear: unchanged, or as the first entry of a tuple that has no other
+    tensors.
 
     Args:
         linear: name of the linear.
-        others: the other entries of the tuple; None = no tuple.
+        others: the other entries of the tuple; None = the module returns no tuple.
     """
 
     linear: str
@@ -47,18 +48,18 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Modules of a layer whose stored outputs can be replayed. Without any, the whole layer runs each time.
+    """Modules of a layer whose stored outputs can be replayed. If there are none, the whole layer runs each time.
 
     Args:
-        modules: the linears to quantize in each of these modules.
-        ends: for those modules that end in a linear: how they return its output.
+        modules: for each of these modules, the linears to quantize inside it.
+        ends: for each of these modules that returns the output of its last linear, how it returns this output.
     """
 
     modules: dict[str, frozenset[str]] = field(default_factory=dict)
     ends: dict[str, End] = field(default_factory=dict)
 
     def without(self, linears: Collection[str]) -> list[str]:
-        """Return the outermost of these modules that contain none of the linears."""
+        """Return the modules that contain none of the given linears, but not those inside another such module."""
         names = [name for name, inside in self.modules.items() if inside.isdisjoint(linears)]
         return [name for name in names if not _is_in_any(name, names)]
 
@@ -70,15 +71,16 @@ Value = Callable[[torch.device], Any]
 
 
 class _Kept:
-    """Stored tensors of one batch, by module: the module's output, or the input of its last linear. *Mutable*.
+    """Stored tensors of one batch: for each module, its output or the input of its last linear. *Mutable*.
 
-    They are on disk if the store has a folder, because those of all batches need much more memory than the layer.
+    They are on disk if the store has a folder, because the stored tensors of all batches need much more memory than the
+    layer.
 
     Args:
         store: store of the hidden states.
         number: number of the batch.
     Attributes:
-        values: for each module, the stored value, and the linear whose input it is; None = it is the module's output.
+        values: for each module, the stored value, and the linear whose input this is; None = it is the module's output.
     """
 
     def __init__(self, store: ActivationStore | None, number: int) -> None:
@@ -86,13 +88,13 @@ class _Kept:
         self.values: dict[str, tuple[Value, str | None]] = {}
 
     def keep(self, module: str, value: Any, linear: str | None = None) -> None:
-        """Store the output of a module, or the input of the linear that it ends in."""
+        """Store the output of a module or, if `linear` is given, the input of this linear, the last of the module."""
         if self._store is None or self._store.beside is None:
             self.values[module] = partial(_copied, _copied(value, "cpu")), linear
             return
         path = self._path(self._store.beside, module)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Views are copied, because torch would write the whole tensor that they are views of.
+        # Views are copied, because torch would otherwise write the whole storage that they share.
         own = tree_map_only(Tensor, lambda x: x.to("cpu", copy=x.untyped_storage().nbytes() > x.nbytes), value)
         torch.save(own, path)
         self.values[module] = partial(_loaded, path), linear
@@ -109,17 +111,18 @@ class _Kept:
 
 
 class Stream:
-    """A layer of one model, and its runs. *Mutable*: stores, for each batch, results that do not change from run to
-    run.
+    """A layer of one model, which can run on its inputs batch by batch. *Mutable*: for each batch, it stores results
+    that are the same in every run.
 
     Args:
         block: the layer.
         store: inputs of the layer; None = no calibration data.
-        arguments: returns the other arguments with which the model calls the layer.
-        next_call: returns the call of the next layer, if layers exchange more than hidden states.
+        arguments: given a batch, returns the arguments, other than hidden states, with which the model calls the layer.
+        next_call: given the layer's call and its computation, returns the call of the next layer; needed only if layers
+            exchange more than hidden states.
     Attributes:
         device: device of the weights, except those that `drop_complete` has freed.
-        structure: modules that can be replayed; None = nothing is stored.
+        structure: modules that can be replayed; None = not known yet, so nothing is stored.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Stream:
 
     @torch.inference_mode()
     def advance(self, number: int, batch: Batch) -> Batch:
-        """Return the inputs of the next layer for batch `number`, which enters this layer."""
+        """Run the layer on batch `number` of its inputs, and return the corresponding input of the next layer."""
         with self.replaying(number):
             if isinstance(batch, Tensor):
                 return self.forward(batch)
@@ -150,7 +153,7 @@ class Stream:
             return self._next_call(batch, compute_with(self.block))
 
     def learn(self, linears: Collection[str], run: Callable[[], Tensor]) -> None:
-        """Store from now on the results that runs have in common; see `learn_structure`."""
+        """Find the modules that can be replayed, so that later runs store and replay them; see `learn_structure`."""
         self.structure = learn_structure(self.block, linears, run)
 
     def run(
@@ -164,21 +167,21 @@ class Stream:
         *,
         all_tokens: bool = False,
     ) -> None:
-        """Run a batch with `probe`, replay its stored results, and store further results.
+        """Run a batch with `probe`, replaying the results stored for this batch, and store further results.
 
         Args:
             number: number of the batch.
             run: runs the layer on the batch.
             linears: linears whose inputs are observed.
-            on_call: receives these inputs.
+            on_call: receives these inputs; see `probe`.
             changing: linears without final weights; results that depend on them are not stored.
-            needed: linears whose inputs are observed in this or a later run; modules without any of them run to their
-                end.
+            needed: linears that must run again later. A module that contains none of them, and none of `changing`, runs
+                to its end, so that its output can be stored.
             all_tokens: see `probe`.
         """
         kept, structure = self._kept.setdefault(number, _Kept(self.store, number)), self.structure or NOTHING
         ends = _next_ends(structure, linears, changing)
-        # Modules inside a module of `ends` are not needed after this run: the input of its last linear is stored.
+        # Modules inside a module of `ends` are not needed after this run, which stores the input of its last linear.
         known = {*(name for name, (_, linear) in kept.values.items() if linear is None), *linears}
         to_keep = [
             name
@@ -209,8 +212,8 @@ class Stream:
 
     @contextmanager
     def replaying(self, number: int, linears: Collection[str] = ()) -> Iterator[None]:
-        """While open, the layer replays the stored results of a batch, except those that would hide one of these
-        linears.
+        """While open, the layer replays the stored results of batch `number`, except results whose replay would skip
+        one of `linears`.
         """
         kept, ends = self._kept.get(number), (self.structure or NOTHING).ends
         with ExitStack() as stack:
@@ -225,7 +228,7 @@ class Stream:
         self._kept.clear()
 
     def batch(self, number: int) -> Batch:
-        """Return the layer's inputs in batch `number`."""
+        """Return batch `number` of the layer's inputs."""
         assert self.store is not None, "nobody has said what enters the layer"
         return self.store[number]
 
@@ -242,7 +245,7 @@ class Stream:
 
     @contextmanager
     def _replaced(self, name: str, output: Callable[[torch.device], Any]) -> Iterator[None]:
-        """While open, a module returns this value instead of computing its output."""
+        """While open, a module returns `output(device)` instead of computing its own output."""
         attributes = vars(self.block.get_submodule(name))
         attributes["forward"] = lambda *_, **__: output(self.device)  # overrides the class's method
         try:
@@ -252,7 +255,10 @@ class Stream:
 
 
 def _next_ends(structure: Structure, linears: Collection[str], changing: Collection[str]) -> dict[str, str]:
-    """Return, keyed by linear, the module that ends in this linear and contains no other changing linear."""
+    """Return, for each of `linears`, the module that returns its output and contains no other linear of `changing`.
+
+    Linears without such a module are left out.
+    """
     return {
         end.linear: module
         for module, end in structure.ends.items()
@@ -290,7 +296,9 @@ def learn_structure(block: nn.Module, linears: Collection[str], run: Callable[[]
 
 
 def _linears_by_module(linears: Collection[str]) -> dict[str, list[str]]:
-    """Return the linears inside each module; modules inside an expert are left out."""
+    """Return, for each module, the linears in it; a linear is also a module that contains itself. Modules inside an
+    expert are left out.
+    """
     inside: dict[str, list[str]] = {}
     for linear in linears:
         parts = linear.split(".")
@@ -301,7 +309,9 @@ def _linears_by_module(linears: Collection[str]) -> dict[str, list[str]]:
 
 
 def _is_usable(module: nn.Module, calls: list[tuple[Any, Any]], limit: int) -> bool:
-    """Whether a module is called at most once (an expert may get no token) and returns tensors of moderate size."""
+    """Whether a module's output can be stored: the module ran at most once (an expert may get no token), and it
+    returned only tensors of moderate total size and plain values.
+    """
     if len(calls) != 1:
         return not calls and not isinstance(module, nn.ModuleList)
     leaves = tree_leaves(calls[0][0])
@@ -310,7 +320,7 @@ def _is_usable(module: nn.Module, calls: list[tuple[Any, Any]], limit: int) -> b
 
 
 def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: list[tuple[Any, Any]]) -> End | None:
-    """Find how a module returns the output of this linear, if it does."""
+    """Return how a module returns the output of this linear; None if it does not."""
     if len(module_calls) != 1 or len(linear_calls) != 1:
         return None
     (output, copy), (returned, before) = module_calls[0], linear_calls[0]
@@ -324,7 +334,7 @@ def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: li
 
 
 def _copied(value: Any, device: torch.device | str) -> Any:
-    """Copy a nested structure with its tensors, because layers may modify the tensors that modules return."""
+    """Copy a nested structure and its tensors, because layers may modify the tensors that modules return."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
 
 

@@ -1,4 +1,4 @@
-"""Map a checkpoint to GGUF tensors and metadata, from its headers and config.json."""
+"""Derive the tensors and metadata of a GGUF file from a checkpoint's headers and config.json."""
 
 import math
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class ExportedTensor:
 
 
 def find_gguf_model(source: Source) -> ModelDescription:
-    """Return the description of a checkpoint's model, whose family must have GGUF names.
+    """Return the description of a checkpoint's model, after checking that a GGUF file can describe the model.
 
     Raises:
         ModelError: quantkit knows no GGUF names for the model, or the model has a setting that GGUF cannot store.
@@ -76,7 +76,7 @@ def find_gguf_model(source: Source) -> ModelDescription:
 
 
 def _names(family: Family) -> GGUFNames:
-    assert family.gguf is not None, "refused by find_gguf_model"
+    assert family.gguf is not None, "find_gguf_model refuses families without GGUF names"
     return family.gguf
 
 
@@ -86,9 +86,10 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
     Args:
         source: the checkpoint.
         model: result of `find_gguf_model`.
-        file_type: ggml's file type.
+        file_type: number of ggml's type of the whole file.
     Raises:
-        ModelError: config.json lacks a number, or GGUF does not support the tokenizer or the rope scaling.
+        ModelError: config.json lacks a required number or has an invalid one, or GGUF does not support the tokenizer or
+            the rope scaling.
     """
     where, names = source.reader.path, _names(model.family)
     name = names.name
@@ -122,10 +123,10 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
 
 
 def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor]:
-    """Return all tensors of the GGUF file in order.
+    """Return all tensors of the GGUF file, in file order.
 
     Raises:
-        ModelError: the checkpoint has a module without a GGUF name.
+        ModelError: a module has no GGUF name, or config.json does not fit the shape of a tensor.
     """
     family, tensors = model.family, []
     outer, of_layer = outer_names(family), layer_names(model)
@@ -139,7 +140,8 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
         name = outer.get(full) if number is None else of_layer.get(relative)
         if name is None:
             raise ModelError(
-                f"{source.reader.path}: module {module} has no name in GGUF files of {_names(family).name}"
+                f"{source.reader.path}: quantkit knows no GGUF name for module {module}, so it cannot write this model "
+                f"as a GGUF file of architecture {_names(family).name}"
             )
         is_quantized = module in source.linears
         own = {"weight": source.shape(module)} if is_quantized else {}  # codes are not stored under `weight`
@@ -169,7 +171,7 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
 
 
 def interleave(rows: Tensor, heads: int) -> Tensor:
-    """Interleave the two halves of each head in rows (N, ...) of q or k, since llama.cpp rotates neighbouring rows."""
+    """Interleave the two halves of each head of q or k, rows (N, ...), because llama.cpp rotates neighbouring rows."""
     if not heads:
         return rows
     return rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
@@ -200,20 +202,20 @@ def _rotary(model: ModelDescription) -> dict[str, Any]:
 
 
 def _rope(model: ModelDescription) -> RopeConfig:
-    """Return the rotary settings of layers with full attention; llama.cpp derives those of layers with a window."""
+    """Return the rotary settings of full-attention layers; llama.cpp itself derives those of sliding-window layers."""
     length = model.entries.count("max_position_embeddings")
     return read_rope(model.entries, model.family.rope, model.head_dim, length, local=False)
 
 
 def _in_layer(family: Family, module: str) -> tuple[str | None, str]:
-    """Return a module's layer number and relative name; None and the full name outside the layers."""
+    """Return a module's layer number and its name in the layer; outside the layers, return None and its full name."""
     prefix = f"{family.layers}."
     number, _, relative = module.removeprefix(prefix).partition(".")
     return (number, relative) if module.startswith(prefix) and number.isdecimal() else (None, module)
 
 
 def _full_name(family: Family, module: str) -> str:
-    """Return a module's name with the backbone's prefix, which some files of GPT-2 omit."""
+    """Return a module's name with the backbone's prefix, which some GPT-2 checkpoints omit."""
     start = f"{family.backbone}."
     bare = family.backbone == "transformer" and not module.startswith((start, family.head))
     return start + module if bare else module

@@ -1,7 +1,7 @@
 """Convert a tokenizer.json to GGUF metadata: tokens, merges or scores, special tokens and chat template.
 
-Two kinds are supported. Byte-level BPE ("gpt2"): llama.cpp must know the pre-tokenizer by name. BPE with byte fallback,
-converted from SentencePiece ("llama"): merges become scores, higher for earlier merges.
+Two kinds of tokenizer are supported. For byte-level BPE ("gpt2"), llama.cpp must know the pre-tokenizer by name. For
+BPE with byte fallback, converted from SentencePiece ("llama"), merges become scores; earlier merges get higher scores.
 Source: llama.cpp `convert_hf_to_gguf.py` (get_vocab_base_pre), `src/llama-vocab.cpp`.
 """
 
@@ -17,14 +17,14 @@ from quantkit.safety.untrusted import read_object, read_text
 
 
 def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return the entries under `tokenizer.` for a GGUF file.
+    """Return the metadata of a GGUF file that describes the tokenizer; all keys begin with `tokenizer.`.
 
     Args:
         folder: folder of the model, with tokenizer.json.
         config: contents of config.json.
-        num_rows: rows of the embedding; a smaller vocabulary is padded.
+        num_rows: number of rows of the embedding; a smaller vocabulary is padded to this size.
     Raises:
-        ModelError: tokenizer.json is missing or damaged, or llama.cpp has no such tokenizer.
+        ModelError: tokenizer.json is missing or damaged, or llama.cpp does not support the tokenizer.
     """
     try:
         return _read_vocab(folder, config, num_rows)
@@ -82,7 +82,7 @@ def _tokens(
     rows += [(number, entry["content"], _added_type(entry, byte_tokens)) for number, entry in added.items()]
     for number, token, kind in rows:
         if not isinstance(token, str):
-            raise TypeError(f"the token with id {number} is not a text")
+            raise TypeError(f"the token with id {number} is not a string")
         if not 0 <= number < num_rows:
             raise ModelError(
                 f"{folder}/tokenizer.json: token {token!r} has id {number}, but the embedding has {num_rows} rows"
@@ -98,7 +98,7 @@ def _added_type(entry: Mapping[str, Any], byte_tokens: bool) -> int:
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """Return the score of each token: minus the rank of the first merge that forms it; other tokens come last."""
+    """Return the score of each token: minus the rank of the first merge that forms it. Unmerged tokens come last."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
@@ -134,7 +134,7 @@ def _flat(step: Any) -> Iterator[Mapping[str, Any]]:
 def _special(
     data: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the ids of special tokens, and whether the tokenizer adds them to a text."""
+    """Return the ids of special tokens, and whether the tokenizer adds the bos and eos tokens to a text."""
     entries: dict[str, Any] = {}
     for kind, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = _special_token(settings, kind)

@@ -33,7 +33,7 @@ from quantkit.formats.ggml.blocks import PLAIN, block_values, dequantize_blocks,
 from quantkit.formats.ggml.gguf_file import read_gguf, write_gguf_file
 from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block
 
-# ggml's type of the whole file, keyed by the type that most matrices have.
+# ggml's type of the whole file, keyed by the block type that most matrices have.
 _FILE_TYPES = {
     "f32": FileType.ALL_F32,
     "f16": FileType.MOSTLY_F16,
@@ -59,7 +59,7 @@ Typed = list[tuple[ExportedTensor, Block]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """Summary of a written output; see `Conversion`."""
+    """Summary of a written output; see the same fields of `Conversion`."""
 
     num_linears: int
     output_bytes: int
@@ -79,15 +79,17 @@ def write_gguf(
     """Write one GGUF file and read it back.
 
     Args:
-        source: the checkpoint; codes are copied, everything else keeps its dtype.
-        path: path of the file; an existing file is replaced. The caller renames the file.
-        type_name: for an unquantized model, a key of `MATRIX_BLOCKS`, to which the layers' matrices are rounded.
-        embedding: likewise, for the embedding and the head; None = as the other matrices, but the head gets q6_k if
-            `type_name` is a smaller K type.
+        source: the checkpoint. Codes are copied. Norms, biases and other vectors become float32. Unquantized matrices
+            keep their dtype, unless one of the next two arguments gives a type to which they are rounded.
+        path: path of the file; an existing file is replaced. The caller moves the file to its final path.
+        type_name: GGUF type to which the matrices of an unquantized model are rounded, a key of `MATRIX_BLOCKS`.
+        embedding: GGUF type to which the embedding and the head are rounded, also a key of `MATRIX_BLOCKS`. None = use
+            `type_name`, but round the head to q6_k if `type_name` is a smaller K type.
         entries: further metadata, see `write_gguf_file`.
-        progress: called before each layer.
+        progress: called before each tensor with the number of finished tensors, the number of all tensors, and the name
+            of the tensor's module.
     Raises:
-        SchemeError: no block type can store the codes exactly.
+        SchemeError: no block type can store the codes exactly, or the requested types do not suit the checkpoint.
         ModelError: GGUF does not support the family or the tokenizer.
     """
     _check_source(source, type_name, embedding)
@@ -138,8 +140,8 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
     notes = []
     if source.reader.config.get(CONFIG_KEY) is not None or kv_cache_scheme(source) is not None:
         notes.append(
-            "A GGUF file cannot store the KV cache settings of the checkpoint: choose the types at run time, in "
-            "llama.cpp with --cache-type-k and --cache-type-v"
+            "A GGUF file cannot store the KV cache settings of the checkpoint. Choose the cache types at run time; "
+            "llama.cpp has --cache-type-k and --cache-type-v"
         )
     quantized = [(tensor, block) for tensor, block in plan if tensor.is_quantized]
     after = sum(num_bytes(block, tensor.shape) for tensor, block in quantized)
@@ -150,14 +152,14 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
         listed = ", ".join(f"{block.name} ({8 * num_bytes(block, (256,)) / 256:g} bits per weight)" for block in types)
         zeros = "; linears with zero points that Q4_1 cannot store use Q5_0" if Block.Q5_0 in types else ""
         notes.append(
-            f"The quantized linears grow by {100 * (after / before - 1):.0f} %, to {listed}: each block of "
-            f"{block_values(quantized[0][1])} weights has its own scale{zeros}"
+            f"The quantized linears grow by {100 * (after / before - 1):.0f} %. They are stored as {listed}, in which "
+            f"each block of {block_values(quantized[0][1])} weights has its own scale{zeros}"
         )
     return tuple(notes)
 
 
 def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
-    """Yield a note about matrices that get another type because the blocks of `type_name` do not divide their rows."""
+    """Yield a note about matrices that get another type because their rows are not whole blocks of `type_name`."""
     size = block_values(Block[MATRIX_BLOCKS[type_name][0]]) if type_name else 1
     others: dict[Block, list[ExportedTensor]] = {}
     for tensor, block in plan:
@@ -189,11 +191,11 @@ def _check_source(source: Source, type_name: str | None, embedding: str | None) 
         if name is not None and name not in MATRIX_BLOCKS:
             raise SchemeError(f"GGUF type {name!r} is not supported; supported: {', '.join(MATRIX_BLOCKS)}")
     if source.dense is not None:
-        raise SchemeError(f"{source.reader.path} is a GGUF file already; use it as it is, or convert it --to dense")
+        raise SchemeError(f"{source.reader.path} is a GGUF file already; use it as it is, or convert with --to dense")
     if type_name is not None and source.linears:
         raise SchemeError(
             f"{source.reader.path} is quantized, and its codes are copied unchanged; leave out --type {type_name}, "
-            "or give the original model"
+            "or convert the original model instead"
         )
     for module, scheme in source.linears.items():
         shape = source.shape(module)
@@ -211,7 +213,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Blo
         scheme = source.linears[tensor.module]
         if scheme.weight.symmetric or scheme.weight.dtype.block is not None:
             return Block[FORMAT.symmetric_block(scheme.weight)]
-        return _encode(source, tensor)[0]  # the zero points decide whether Q4_1 can store it
+        return _encode(source, tensor)[0]  # the zero points decide whether Q4_1 can store the linear
     if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
         return Block.F32  # llama.cpp adds these, or multiplies by them, in float32
     if type_name is None:
@@ -229,7 +231,7 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
         yield _encode(source, tensor)[1].view(-1).numpy().data
         return
     whole = tensor.transposed or tensor.interleave or len(tensor.shape) < 2
-    # If rows are reordered over the whole matrix, it cannot be written in chunks.
+    # A matrix whose rows are reordered, or that is transposed, cannot be written in chunks.
     step = tensor.shape[0] if whole else max(1, _CHUNK_VALUES // max(1, tensor.shape[-1]))
     for row in range(0, tensor.shape[0], step):
         if whole:
@@ -237,7 +239,7 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
             values = interleave(values.t().contiguous() if tensor.transposed else values, tensor.interleave)
         else:
             values = source.reader.rows(tensor.stored_name, row, min(row + step, tensor.shape[0]))
-        # Models with an offset multiply by 1 + weight, llama.cpp by the stored weight.
+        # Models with an offset multiply by 1 + weight; llama.cpp multiplies by the stored weight.
         if tensor.is_norm:
             values = values.float() + norm_offset
         yield round_to_blocks(values, block).view(-1).numpy().data
@@ -253,7 +255,7 @@ def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
     weight = source.weight(tensor.module).take_rows(rows)
     with located(tensor.module):
         block, data = FORMAT.blocks(weight)
-    # Decoded by the gguf package, which did not encode them.
+    # The gguf package decodes the blocks, so the check does not depend on the encoder.
     if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
         raise AuditError(f"{tensor.module}: its {block.name} blocks do not decode to the values of the source")
     return block, data

@@ -1,6 +1,7 @@
 """Convert a checkpoint to another format, one decoder layer in memory at a time; read the result back and compare it.
 
-The output is written under a temporary name and renamed after all checks, so it never exists in part.
+The output is written under a temporary name and renamed after all checks, so the final name never holds a partial
+output.
 """
 
 from collections import Counter
@@ -38,8 +39,8 @@ class Conversion:
         output: directory or file that was written.
         format: format of the output.
         num_linears: number of quantized linears; all were compared with the source after writing.
-        source_bytes, output_bytes: size of all tensors.
-        stored: number of linears of each scheme; for GGUF, number of all matrices of each block type.
+        source_bytes, output_bytes: size of all tensors; for GGUF, `output_bytes` is the size of the file.
+        stored: number of quantized linears, keyed by scheme; for GGUF, number of all matrices, keyed by block type.
         notes: remarks about the output for the user.
     """
 
@@ -71,14 +72,14 @@ def convert(
         checkpoint: directory or GGUF file of a quantized model; for "gguf", also the directory of an unquantized model.
         to: name of the format to write.
         output: directory to create; for "gguf", a file.
-        type_name: for "gguf" and an unquantized model, the type to round its matrices to, a key of
+        type_name: for "gguf" and an unquantized model, the GGUF type to which the matrices are rounded, a key of
             `formats.gguf.MATRIX_BLOCKS`.
-        embedding: for "gguf", the type to round embedding and head to if they are unquantized; None = see `write_gguf`.
+        embedding: for "gguf", the type to which an unquantized embedding and head are rounded; None = see `write_gguf`.
         entries: for "gguf", further metadata of the file.
         overwrite: replace an existing output.
-        progress: called before each layer with the number of finished layers, the number of layers, and its name.
+        progress: called before each layer ("gguf": tensor) with the number finished, the total number, and a name.
     Raises:
-        SchemeError: the format cannot store the checkpoint exactly; the message says why, and which formats can.
+        SchemeError: the format cannot store the checkpoint exactly; the message says why, and what can store it.
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output exists already or cannot be written.
     """
@@ -117,7 +118,7 @@ def convert(
 
 
 def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
-    """Write all files and check them."""
+    """Write all files of the checkpoint, and check them."""
     folder.mkdir()
     weight_map = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
@@ -128,7 +129,7 @@ def _write_checkpoint(source: Source, target: Target, progress: Progress, folder
 
 
 def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
-    """Write one file per layer and one for the rest; return the file name of each tensor."""
+    """Write one file per layer, and one file for all other modules; return the file name of each tensor."""
     weight_map: dict[str, str] = {}
     layers = list(source.layers())
     for number, (layer, modules) in enumerate(layers):
@@ -161,7 +162,7 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
         with located(module):
             weight = as_written(decoded, scheme, target.format)
             target.format.check(replace(scheme, weight=weight.scheme), weight.shape)
-            if not target.format.keeps_codes:  # values are exact in float32, rounded once to the model's own dtype
+            if not target.format.keeps_codes:  # round the exact float32 values once, to the model's own dtype
                 weight = replace(weight, value_dtype=_model_dtype(source))
             shard.add_linear(module, weight, scheme)
         if "bias" in source.modules[module]:
@@ -185,7 +186,7 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
 
 
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:
-    """Write quantkit.json: the source's manifest, if it is readable, with the new format."""
+    """Write quantkit.json: the source's manifest with the new format, or a new one if the source's is unreadable."""
     try:
         manifest = read_object(source.reader.path / MANIFEST, CheckpointError)
         manifest["result"]["format"] = target.format.name

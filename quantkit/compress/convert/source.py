@@ -1,6 +1,6 @@
 """Source checkpoint of a conversion: its quantized linears, their schemes and their weights.
 
-Headers are read first, tensors one linear at a time. Shapes: N outputs, K inputs, G scales per row.
+Headers are read first. Tensors are read later, one linear at a time. Shapes: N outputs, K inputs, G scales per row.
 """
 
 import re
@@ -26,12 +26,12 @@ class Source:
     """A checkpoint directory whose headers have been read.
 
     Args:
-        reader: reader of its files.
-        format: format of its linears; the dense format for an unquantized model.
+        reader: reader of the checkpoint's files.
+        format: format of the quantized linears; the dense format for an unquantized model.
         linears: scheme of each quantized linear, keyed by full module name.
         modules: local tensor names, keyed by full module name, in the order of the layers.
-        dense: for a GGUF file, reader of its dequantized values, because other formats cannot store the codes of types
-            with minimums exactly.
+        dense: for a GGUF file, reader of the dequantized values, because other formats cannot store the codes of GGUF
+            types with minimums exactly; None for other checkpoints.
     """
 
     reader: CheckpointReader

@@ -27,8 +27,8 @@ class Target:
 
     Args:
         format: format on disk.
-        linears: scheme of each linear to write: that of the source, with zero points (all 0) added if the format always
-            stores them.
+        linears: scheme of each linear to write. It is the source's scheme, with zero points (all 0) added if the format
+            always stores zero points.
         ignored: full names of the unquantized linears.
         group_order: whether the groups of some linear are in another order than its inputs.
     """
@@ -40,13 +40,14 @@ class Target:
 
 
 def target_for(source: Source, format_: Format) -> Target:
-    """Check a checkpoint against a format.
+    """Check that a format can store a checkpoint, and describe the checkpoint to write.
 
     Args:
         source: a quantized checkpoint.
         format_: format to write.
     Raises:
-        SchemeError: the format cannot store the checkpoint exactly; the message names the module, and formats that can.
+        SchemeError: the format cannot store the checkpoint exactly; the message names the module, and
+            the formats that can store the checkpoint.
     """
     # The values of a GGUF file can be written even if no linear in it is quantized.
     if not source.linears and (source.dense is None or format_.keeps_codes):
@@ -61,7 +62,7 @@ def target_for(source: Source, format_: Format) -> Target:
 
 
 def unfit(source: Source, refused: Format, error: SchemeError) -> SchemeError:
-    """Return the error for a format that cannot store a checkpoint: the reason, and the formats that can."""
+    """Return an error that says why a format cannot store a checkpoint, and which formats can."""
     others = [other for other in REGISTRY.all().values() if other not in (refused, source.format)]
     holding = [other for other in others if _works(source, other)]
     codes = ", ".join(other.name for other in holding if other.keeps_codes)
@@ -81,7 +82,7 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
 
     Args:
         weight: weight decoded from the source.
-        scheme: scheme in the target, with the same codes.
+        scheme: scheme of the linear in the target; it has the same codes.
         format_: format of the target.
     Raises:
         SchemeError: no dtype of the format can store the scales exactly, or a zero point is out of range.
@@ -92,8 +93,9 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
     if zero is not None and scheme.weight.dtype.kind == "int":
         low, high = int(scheme.weight.dtype.minimum), int(scheme.weight.dtype.maximum)
         if not low <= int(zero.min()) <= int(zero.max()) <= high:
-            raise SchemeError(f"a zero point of {int(zero.max())} is outside {scheme.weight.dtype.name}")
-    # A format that stores values takes the decoded groups, which may be finer than config.json says.
+            limits, name = f"{int(zero.min())} to {int(zero.max())}", scheme.weight.dtype.name
+            raise SchemeError(f"zero points range from {limits}, but {name} only holds {low} to {high}")
+    # A format that stores values gets the groups of the decoded weight, which may be finer than config.json says.
     numbers = scheme.weight if format_.keeps_codes else weight.scheme
     return replace(weight, zero_point=zero, scheme=numbers, scale=_storable(weight.scale, format_))
 
@@ -103,12 +105,12 @@ def _check(source: Source, format_: Format) -> Target:
     for module, scheme in source.linears.items():
         with located(module):
             if source.dense is not None and format_.keeps_codes and not scheme.weight.symmetric:
-                raise SchemeError("only GGUF stores minimums that are no whole multiples of the scales")
+                raise SchemeError("only GGUF can store minimums that are not whole multiples of the scales")
             linears[module] = _adapt(scheme, source.shape(module), format_)
             reordered = refuse_reordered(source, module, format_) or reordered
             scale = f"{module}.{source.format.scale_name}"
             dtype = source.reader.info(scale).dtype if scale in source.reader else torch.uint8
-            # Read the scales only if their dtype does not decide: scales of another dtype may still convert exactly.
+            # If the format does not store this dtype, read the scales: their values may still convert exactly.
             if dtype.is_floating_point and dtype not in format_.scale_dtypes:
                 _storable(source.reader.tensor(scale), format_)
     _check_fused(source, linears)
@@ -179,7 +181,7 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
 
 
 def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
-    """Check that linears which engines fuse share one scheme, and that a head tied to the embedding is unquantized."""
+    """Check that linears that engines fuse share one scheme, and that a head tied to the embedding is unquantized."""
     config = source.reader.config
     try:
         family = find(config)
@@ -194,7 +196,7 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
 
 
 def _ignored(source: Source) -> Iterator[str]:
-    """Yield the unquantized linears inside and outside the layers (MTP, towers) and the head, without the embedding."""
+    """Yield the unquantized linears: the head, and linears in and outside the layers (MTP, towers); no embedding."""
     yield "lm_head"
     try:
         embedding = find(source.reader.config).embedding

@@ -1,1 +1,1 @@
-"""Structure of a model without a family file: layers, sets of linears and smoothing pairs, found by running it."""
+"""Find layers, sets of linears and smoothing pairs of a model without a family file, by running the model."""

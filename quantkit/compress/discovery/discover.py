@@ -1,9 +1,9 @@
 """Find the structure of models that no file in `models.families` describes, by running them on random numbers.
 
 The decoder layers are the modules through which hidden states pass. Linears that read the same tensor form one set. The
-norm or linear that computes this tensor can take a smoothing scale, if folding one in does not change the layer's
-output. Each kind of layer is examined once, with random float32 weights. So memory holds only one layer, and the result
-depends only on config.json and the library versions. Code that comes with a checkpoint is never run.
+norm or linear that computes this tensor can absorb a smoothing scale if folding one into it does not change the layer's
+output. Each kind of layer is examined once, with random float32 weights. So memory holds few layers, and the result
+does not depend on the weights of the layers. Code that comes with a checkpoint is never run.
 """
 
 import copy
@@ -32,9 +32,9 @@ from quantkit.huggingface.skeleton import Skeleton
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet
 
-# Sequences and tokens of the trial runs: enough that every expert of a small mixture sees some.
+# Numbers of sequences and tokens in the trial runs: enough that every expert of a small mixture sees some tokens.
 _SHAPE = (2, 24)
-# Layers that are in memory together for the check that running them one by one equals running them inside the model.
+# Number of layers that are checked together: running them one by one must give the same as running the model.
 _TOGETHER = 2
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -48,7 +48,7 @@ class Discovery:
         family: names of the model's parts, and the sets of each layer.
         surveys: structure of each kind of layer.
         kinds: for each layer, the index of its kind in `surveys`.
-        obstacle: why the layers cannot run one after another, so that calibration is impossible; empty if they can.
+        obstacle: reason why the layers cannot run one after another and so cannot be calibrated; empty if they can.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Discovery:
         if self.obstacle:
             return (
                 f"{text}linears each; the layers cannot run one after another ({self.obstacle}), so "
-                "only their linears are listed"
+                "only recipes without calibration data can be used"
             )
         text += f"linears each, {pairs - failed} of {pairs} smoothing pairs verified"
         return "; ".join([text, *(f"dropped: {reason}" for reason in dropped)])
@@ -99,8 +99,7 @@ def discover(reader: CheckpointReader) -> Discovery:
     """Find the structure of a model.
 
     Args:
-        reader: reader of the checkpoint. Only names and shapes of its tensors are used, and the weights before the
-            layers.
+        reader: reader of the checkpoint. Of the layers' tensors, only names and shapes are used.
     Raises:
         ModelError: the model does not consist of decoder layers, or none of its linears can be quantized; the message
             says why.
@@ -127,7 +126,9 @@ def discover(reader: CheckpointReader) -> Discovery:
 
 
 def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
-    """Return the sets of a layer without the linears that share weights with other layers; those stay unquantized."""
+    """Return the sets of a layer without linears that share weights with other layers, which stay unquantized. A set
+    with a shared module gets no source.
+    """
     kept: list[LinearSet] = []
     for group in sets:
         own = tuple(name for name in group.linears if not skeleton.is_shared(index, name))
@@ -139,11 +140,11 @@ def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...])
 
 
 def _survey_all(skeleton: Skeleton, gates: Gates, obstacle: str) -> tuple[tuple[Survey, ...], tuple[int, ...], str]:
-    """Return the structure of each kind of layer, the kind of every layer, and why layers cannot be calibrated ("" if
-    they can).
+    """Return the structure of each kind of layer, the kind of every layer, and the reason why layers cannot be
+    calibrated ("" if they can).
 
-    Layers run one by one. If they exchange more than hidden states, they run in the model's own order. If that fails
-    too, only their modules are listed.
+    First, one layer of each kind runs by itself. If that fails, e.g. because layers exchange more than hidden states,
+    all layers run in the model's own order. If that fails too, the structure is derived from the layers' modules alone.
     """
     signatures = [_signature(skeleton.blank_layer(index)) for index in range(skeleton.num_layers)]
     distinct = list(dict.fromkeys(signatures))  # in order of their first layers; the position is the kind's number
@@ -159,7 +160,11 @@ def _survey_all(skeleton: Skeleton, gates: Gates, obstacle: str) -> tuple[tuple[
 
 @torch.inference_mode()
 def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tuple[Survey, ...]:
-    """Examine layers that exchange only hidden states."""
+    """Examine one layer of each kind by itself, if layers exchange only hidden states.
+
+    Raises:
+        ModelError: layers exchange more than hidden states.
+    """
     if skeleton.family.hands_on:
         raise ModelError("its layers use token ids directly, not only their embeddings")
     states = torch.zeros(*_SHAPE, skeleton.embedding_width)
@@ -182,8 +187,8 @@ def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tup
 
 @torch.inference_mode()
 def _survey_in_order(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tuple[Survey, ...]:
-    """Examine layers that exchange more than hidden states: each is called as the model calls it, after the layers
-    before it.
+    """Examine one layer of each kind, if layers exchange more than hidden states: run all layers in order, each with
+    the arguments that the model passes to it.
     """
     skeleton.hand_on()
     generator = torch.Generator().manual_seed(0)
@@ -211,7 +216,7 @@ def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCal
     hidden, arguments = skeleton.call_after([compute_with(block) for block in blocks], call.token_ids)
     stepwise = skeleton.arguments(len(blocks), call)
     if not _equal(call.hidden, hidden) or tensors_beside(arguments, stepwise, _alike):
-        raise ModelError("a layer receives more than the layer before it returns")
+        raise ModelError("the model calls a layer with inputs that quantkit cannot compute from the layers before it")
 
 
 def _random_layer(skeleton: Skeleton, index: int, generator: torch.Generator) -> nn.Module:
@@ -221,7 +226,9 @@ def _random_layer(skeleton: Skeleton, index: int, generator: torch.Generator) ->
 
 
 def _signature(layer: nn.Module) -> str:
-    """Return a key for the kind of a layer: its modules, shapes and settings, without the layer's number."""
+    """Return a text that is equal for layers of the same kind. It lists modules, shapes and settings, but no layer
+    numbers.
+    """
     parts: list[str] = []
     for name, module in layer.named_modules():
         shapes = [f"{key}{tuple(p.shape)}" for key, p in module.named_parameters(recurse=False)]
@@ -245,14 +252,14 @@ def _survey_layer(skeleton: Skeleton, index: int, block: nn.Module, batch: Batch
 
 
 def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears: Sequence[str]) -> bool:
-    """Whether a layer's code reads the weight of a linear, which is missing if the linear is stored as codes.
+    """Whether a layer's own code reads the weight of a linear. Such a layer cannot run with codes in place of weights.
 
     Args:
-        block: the layer; modified meanwhile and restored.
+        block: the layer; modified during the call and then restored.
         run: calls the layer.
         linears: linears that may be quantized.
     """
-    # A linear with a `forward` of its own, such as a grouped linear, computes something else, so it stays unchanged.
+    # A linear whose class overrides `forward`, such as a grouped linear, computes something else and stays as it is.
     modules = [block.get_submodule(name) for name in linears]
     modules = [module for module in modules if type(module).forward is nn.Linear.forward]
     weights = [module.get_parameter("weight") for module in modules]
@@ -272,10 +279,11 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
 
 
 def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
-    """Check that the second layer receives only the output of the first; otherwise layers cannot run one by one.
+    """Check that the second layer's input is the first layer's output, and that the first layer does not affect the
+    second one's other arguments. Otherwise layers cannot run one by one.
 
     Raises:
-        ModelError: the second layer receives more than this output.
+        ModelError: the second layer gets another input or other arguments.
     """
     embeddings = hidden.flatten(2)[..., : skeleton.embedding_width]  # one residual stream
     expected = copy.deepcopy(skeleton.arguments(1, hidden))  # a layer may change shared arguments
@@ -291,7 +299,9 @@ def _is_empty(value: Any) -> bool:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Whether all tensors in two nested structures are equal up to float precision; other values are ignored."""
+    """Whether two nested structures have the same form and, up to float precision, equal tensors. Other values are
+    ignored.
+    """
     (ours, form), (others, other_form) = tree_flatten(left), tree_flatten(right)
     return bool(form == other_form) and all(map(_alike, ours, others))
 
@@ -303,7 +313,9 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Module) -> Family:
-    """Add the names of the model's parts in the files, and the layout of their tensors."""
+    """Return `layout` with the names under which the files store the model's parts, and with the layout of the tensors
+    in the files.
+    """
     layers = model.get_submodule(layout.layers)
     modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}
     transposed = tuple(sorted(name for name, kind in modules if kind == "Conv1D"))
@@ -326,7 +338,7 @@ def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Modul
 
 
 def _has_all(reader: ModelReader, layout: Family, layers: nn.Module) -> bool:
-    """Whether a checkpoint has the embedding and all tensors of the layers, with experts stacked or one by one."""
+    """Whether a checkpoint has the embedding and all tensors of the layers; experts may be stacked or separate."""
     prefix = layout.layers
     expected = set(layers.state_dict())
     for name, module in layers.named_modules():
@@ -336,9 +348,9 @@ def _has_all(reader: ModelReader, layout: Family, layers: nn.Module) -> bool:
 
 
 def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Module) -> str:
-    """Return the prefix of the backbone's tensors in the files: `own`, unless another prefix matches more of them.
+    """Return the prefix of the backbone's tensors in the files: `own`, unless another prefix matches more tensors.
 
-    transformers has renamed language models inside their multimodal wrappers more than once; files keep the old names.
+    transformers has renamed the language models inside multimodal wrappers more than once; files keep the old names.
     """
     expected = {f"{local}.0.{name}": tuple(p.shape) for name, p in layers.get_submodule("0").named_parameters()}
     votes: Counter[str] = Counter()
@@ -351,7 +363,9 @@ def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Mo
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:
-    """Return the head's name in the files; None if it equals the model's, or if the head is tied to the embedding."""
+    """Return the head's name in the files; None if this is its name in the model, or if the files hold no head, because
+    it is tied to the embedding.
+    """
     if f"{head}.weight" in reader:
         return None
     leaf = head.rpartition(".")[2]

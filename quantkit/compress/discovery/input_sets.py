@@ -2,8 +2,8 @@
 
 Three kinds of linears are ignored: linears that were not called; gates, which have at most as many outputs as the model
 has heads; and routers, whose outputs go directly into a softmax or top-k, or into a sigmoid if there are as many
-outputs as experts. Inputs are compared by value: tensors that are equal on random inputs count as the same. Experts
-read some rows of their router's input, which counts as the same input.
+outputs as experts. Inputs are compared by value: tensors that are equal on random inputs count as the same. An expert
+reads only some rows of the router's input, but they count as the same input.
 """
 
 import re
@@ -21,11 +21,11 @@ _EXPERT = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gates:
-    """Rule that recognizes gates and routers by the number of their outputs alone.
+    """Numbers of outputs by which gates and routers are recognized.
 
     Args:
-        most: a linear with at most this many outputs is a gate; the model's number of attention heads.
-        experts: numbers of experts in the config. A linear is a router if its number of outputs is one of these and its
+        most: the model's number of attention heads. A linear with at most this many outputs is a gate.
+        experts: numbers of experts in the config. A linear with one of these numbers of outputs is a router if its
             outputs go through a sigmoid.
     """
 
@@ -39,7 +39,7 @@ class Draft:
 
     Args:
         linears: relative names in execution order.
-        rows: the input that they read, (T, K).
+        rows: the tensor that they read, (T, K).
         order: position of the first linear's first call among the calls of all modules.
         beside: other modules with a weight (N, K) that read the same input.
     """
@@ -51,17 +51,17 @@ class Draft:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Return the names without expert numbers; they are equal for the same linears of every expert."""
+        """Return the names without expert numbers, as a key that is equal for the same linears of every expert."""
         return tuple(sorted({template(name) for name in self.linears}))
 
 
 def template(name: str) -> str:
-    """Replace an expert's index in a name by `.*`; the last part of a name never counts as an index."""
+    """Return a name with `*` in place of each expert's number; the last part of a name never counts as a number."""
     return _EXPERT.sub(".*", name)
 
 
 def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Draft], dict[str, str]]:
-    """Return sets of linears in execution order, and the reason for each ignored linear.
+    """Return sets of linears in execution order, and for each ignored linear the reason, keyed by its name.
 
     Args:
         block: the layer.
@@ -100,7 +100,7 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
         return NOT_CALLED
     outputs = module.weight.shape[0]
     if outputs <= gates.most:
-        return f"a gate: {outputs} outputs"
+        return f"a gate (number of outputs: {outputs})"
     weighs = [*seen.choices, *(seen.squashed if outputs in gates.experts else ())]
     if any(same(given, None if calls.output is None else calls.output.float()) for given in weighs):
         return "a router: its outputs go into a softmax, top-k or sigmoid"
@@ -108,8 +108,9 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
 
 
 def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:
-    """Return the input of a module before the experts, if each expert reads rows of it; otherwise the input of this
-    linear.
+    """Return the tensor of which an expert's linear reads some rows. It is the input of a module before the experts,
+    and contains all rows that any expert reads; if several modules have such an input, the last one's is returned.
+    Return `rows` if no module has one, or if the linear is in no expert.
     """
     alike = [other for other in called if template(other) == template(name)]
     if len(alike) < 2:
@@ -128,15 +129,17 @@ def _row_bytes(rows: Tensor | None) -> list[bytes]:
 
 
 def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alone: dict[str, str]) -> None:
-    """Add experts that got no token in the run to the sets of experts that did."""
+    """Put the linears of experts that got no token in the run into sets, in the same way as those of experts that got
+    tokens. Remove them from `alone`, the ignored linears.
+    """
     added: dict[tuple[str, tuple[str, ...]], Draft] = {}
     for name in [name for name, reason in alone.items() if reason == NOT_CALLED and template(name) != name]:
         like = next((draft for draft in drafts if template(name) in draft.key), None)
         if like is None:
             continue
         del alone[name]
-        # All experts form one set. If only one expert was called, it saw every token, so it is in a set with linears
-        # outside the experts.
+        # The set holds the linears of all experts. If only one expert was called, it saw every token, so the set also
+        # holds linears outside the experts.
         if sum(template(other) == template(name) for other in like.linears) > 1 or any(
             template(n) == n for n in like.linears
         ):
@@ -149,7 +152,7 @@ def _add_unseen_experts(linears: dict[str, nn.Linear], drafts: list[Draft], alon
 
 
 def expert(name: str) -> str:
-    """Return a name up to the expert's number."""
+    """Return a name up to and including the expert's number; the whole name if it has none."""
     number = _EXPERT.search(name)
     return name[: number.end()] if number else name
 

@@ -1,6 +1,6 @@
 """Structure of a decoder layer, found by running it: sets of linears, their sources and their parents.
 
-The layer is an ordinary module with its own or random weights. This module uses no family description.
+The layer is an ordinary torch module with its own or random weights. No family description is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from quantkit.compress.discovery.recorder import Recording, record_inputs
 from quantkit.compress.discovery.smoothing_pairs import TOLERANCE, FoldTrial, source_candidates
 from quantkit.models.linear_sets import LinearSet, common_owner
 
-# Usual names of linears that engines fuse; linears with equal values are fused.
+# Usual names of linears that engines fuse. Linears whose names have the same value are fused.
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "up"),
@@ -28,9 +28,10 @@ class Survey:
     Args:
         sets: linears that read the same tensor, in execution order, with the sources that passed the trial.
         ignored: linears that must stay unquantized, and why.
-        pairs: number of smoothing pairs that were tried: one per set that has a candidate for its source.
-        dropped: pairs that failed, each as one phrase.
-        touches_weights: whether the layer's code itself reads weights of linears.
+        pairs: number of smoothing pairs that were tried: one per set that has a candidate for its source. Sets of the
+            same linears in different experts count as one.
+        dropped: one phrase for each pair that failed.
+        touches_weights: whether the layer's own code reads weights of linears.
     """
 
     sets: tuple[LinearSet, ...]
@@ -46,7 +47,7 @@ def survey(
     """Find the sets of a layer, and test which modules can absorb their smoothing scales.
 
     Args:
-        block: the layer with float32 weights; modified meanwhile and restored.
+        block: the layer with float32 weights; modified during the call and then restored.
         run: calls the layer once and returns every tensor that it passes on.
         hidden: tensor with the shape (B, T, D) of the hidden states; its values are not used.
         head_dim: width of an attention head.
@@ -72,15 +73,16 @@ def survey(
 
 
 def survey_modules(block: nn.Module, gates: Gates) -> Survey:
-    """Return the linears of a layer that cannot run by itself, from its modules alone; no module takes a smoothing
-    scale.
+    """Derive the structure of a layer that cannot run by itself from the names and shapes of its modules. The sets have
+    no source, so they cannot be smoothed.
 
     Args:
         block: the layer, with or without weights.
         gates: rule that recognizes gates and routers by their number of outputs.
     """
     rows = {name: module.weight.shape[0] for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    small = {name: f"a gate: {n} outputs" for name, n in rows.items() if n <= gates.most or n in gates.experts}
+    limits = {name: n for name, n in rows.items() if n <= gates.most or n in gates.experts}
+    small = {name: f"a gate or router (number of outputs: {n})" for name, n in limits.items()}
     together: dict[tuple[str, str], list[str]] = {}
     for name in (name for name in rows if name not in small):
         owner, _, leaf = name.rpartition(".")
@@ -98,13 +100,17 @@ def _by_key(drafts: Sequence[Draft]) -> list[list[Draft]]:
 
 
 def _plain(block: nn.Module, seen: Recording, draft: Draft, first: Draft, hidden: Tensor) -> LinearSet:
-    """Return a set without a source; `first` is the same set in an expert that was called."""
+    """Return the set of a draft, without a source. `first` is the draft of the same linears in an expert that was
+    called.
+    """
     parent = _same_expert(_parent(seen, first.linears, hidden), first.linears[0], draft.linears[0])
     return LinearSet(linears=tuple(draft.linears), source=None, parent=parent, beside=tuple(draft.beside))
 
 
 def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list[LinearSet]:
-    """Return the sets, each with its source; empty if two sets would need one source, which only one set can use."""
+    """Return the sets, each with its source. If two sets would have the same source, return none, because a source can
+    absorb the scales of only one set.
+    """
     first = plain[0].linears[0]
     sources = [_same_expert(source, first, group.linears[0]) for group in plain]
     if len(set(sources)) < len(sources):
@@ -113,8 +119,8 @@ def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list
 
 
 def _choose(trial: FoldTrial, options: Sequence[list[LinearSet]]) -> tuple[list[LinearSet], str]:
-    """Return the first option that does not change the output; if there is none, a description of the likeliest
-    option's change.
+    """Return the first option that does not change the layer's output, and an empty text. If every option changes the
+    output, return no sets, and a text that says how much the first option, the likeliest, changes it.
     """
     failure = ""
     for option in options:
@@ -128,8 +134,8 @@ def _choose(trial: FoldTrial, options: Sequence[list[LinearSet]]) -> tuple[list[
 
 
 def _parent(seen: Recording, linears: Sequence[str], hidden: Tensor) -> str:
-    """Return the smallest module that contains the linears and returns hidden states. If there is none, return the
-    linear, if there is only one, or the layer.
+    """Return the smallest module that contains the linears and returns hidden states. If no module does, return the
+    linear if there is only one; otherwise return "", the layer.
     """
     owner = common_owner(linears)
     own = seen.modules[linears[0]].output

@@ -1,8 +1,8 @@
 """Find the parts of a language model: decoder layers, embedding, final norm, head, and the module that runs the layers.
 
-transformers gives the embedding and the head of the model, which is built without weights. The decoder layers are found
-by passing hidden states through the lists of modules near the embedding. The same works for a language model inside a
-multimodal wrapper.
+The model is built without weights. transformers says which modules are the model's embedding and head. To find the
+decoder layers, hidden states are passed through the lists of modules near the embedding. The same works for a language
+model inside a multimodal wrapper.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from quantkit.huggingface.layer_call import tensors_beside
 from quantkit.huggingface.layer_inputs import Recorder, pass_through
 from quantkit.models.family import Family
 
-# Token ids of the trial run: each occurs once, and `_fill_table` makes one embedding for each.
+# Token ids of the trial run: each id occurs once, and `_fill_table` creates one embedding for each.
 _IDS = torch.arange(12).view(2, 6)
 
 
@@ -31,15 +31,15 @@ def find_model_layout(model: Any) -> tuple[Family, str]:
         model: a transformers model on the meta device with real buffers; its parameters outside the layers are
             replaced.
     Returns:
-        A family that only has the names of the parts (`final_norm` is empty if no final norm has weights), and the
-        reason why hidden states do not pass through the layers; "" if they do. If they do not, the layers are only the
-        most likely candidate.
+        A family that only has the names of the parts, and the reason why hidden states do not pass through the layers;
+        "" if they do. If they do not, the layers are only the most likely candidate. `final_norm` is empty if no final
+        norm has weights.
     Raises:
         ModelError: the model is not a causal language model, or has no modules that could be its layers.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise ModelError(f"{kind} is an encoder with a decoder; only models of decoder layers alone can be compressed")
+        raise ModelError(f"{kind} is an encoder-decoder model; quantkit compresses only decoder-only models")
     table = output = None
     if model.can_generate():
         table, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -63,7 +63,7 @@ def find_model_layout(model: Any) -> tuple[Family, str]:
         if len(model.get_submodule(layers)._modules) == count:
             family = Family(backbone=_backbone(model, layers), layers=layers, embedding=embedding, head=head)
             return replace(family, final_norm=_final_norm(model, layers, set()), native=False), "; ".join(reasons)
-    why = "; ".join(reasons) or "it has no list of modules with linears next to its embedding"
+    why = "; ".join(reasons) or "the model has no list of modules with weight matrices"
     raise ModelError(f"{kind}: found no decoder layers through which hidden states pass ({why})")
 
 
@@ -80,8 +80,8 @@ def module_ancestors(name: str) -> Iterator[str]:
 
 
 def _candidates(model: nn.Module, embedding: str) -> list[str]:
-    """Return the lists of modules with linears that are nearest to the embedding: the least nested first, of equally
-    nested ones the longest.
+    """Return the names of the module lists that contain weight matrices and are nearest to the embedding. The least
+    nested list comes first; of equally nested lists, the longest comes first.
     """
     lengths: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -106,7 +106,7 @@ def _backbone(model: nn.Module, layers: str) -> str:
 
 
 def _fill_table(table: nn.Module) -> None:
-    """Replace an embedding table with a few random rows."""
+    """Replace the weights of an embedding table with a few random rows."""
     width = table.get_parameter("weight").shape[1]
     rows = torch.randn(_IDS.numel(), width, generator=torch.Generator().manual_seed(0))
     table.__dict__["padding_idx"] = None
@@ -114,7 +114,10 @@ def _fill_table(table: nn.Module) -> None:
 
 
 def _blank(backbone: nn.Module, but: tuple[str, ...], name: str) -> None:
-    """Replace meta parameters with zeros that take no memory, because modules before the layers may read them."""
+    """Replace the backbone's meta parameters, except those of the modules `but`, with zeros that need no memory.
+
+    Modules before the layers may read these parameters. `name` is the name of the backbone.
+    """
     known = tuple(f"{other.removeprefix(f'{name}.')}." for other in but)
     for key, parameter in list(backbone.named_parameters()):
         if parameter.is_meta and not key.startswith(known):
@@ -150,7 +153,9 @@ def _close(left: Tensor, right: Tensor) -> bool:
 
 
 def _final_norm(model: nn.Module, layers: str, called: set[nn.Module]) -> str:
-    """Return the last module next to the layers that has a weight per channel and was not called before their end."""
+    """Return the name of the final norm: the last module in the layers' parent that has one weight per channel and was
+    not called before the end of the layers. "" if there is none.
+    """
     owner = layers.rpartition(".")[0]
     children = [(name, module) for name, module in model.get_submodule(owner).named_children() if module not in called]
     weights = {name: module._parameters.get("weight") for name, module in children}

@@ -1,6 +1,6 @@
 """Record one run of a decoder layer: the inputs and outputs of every module, in the order of the calls.
 
-Only `discover` uses it. Inputs are copied, so use few hidden states.
+Only discovery uses this module. Inputs are copied, so run the layer on few tokens.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.compress.calibration.expert_inputs import hook_modules, removed_after
 
-# Operations that turn a linear's outputs into weights for other tensors, as in a router.
+# Operations with which a router turns the outputs of a linear into weights of experts.
 _CHOICES = ("aten::topk", "aten::softmax", "aten::_softmax")  # either softmax may run
 _SQUASHED = ("aten::sigmoid",)
 
@@ -24,9 +24,9 @@ class Seen:
     """Inputs and outputs of one module in one run.
 
     Args:
-        order: position of its first call among the calls of all modules.
-        rows: inputs of all its calls together, (T, K); None = it got no floating-point tensor.
-        output: output of its last call in its own shape; None = it was no floating-point tensor.
+        order: number of modules that were called before the first call of this module.
+        rows: inputs of all calls of the module together, (T, K); None = no input was a floating-point tensor.
+        output: output of the last call, in its own shape; None = no output was a floating-point tensor.
     """
 
     order: int
@@ -66,7 +66,7 @@ def record_inputs(block: nn.Module, run: Callable[[], object]) -> Recording:
 
 
 def _first_tensor(value: Any) -> Tensor | None:
-    """Return the first tensor in a tensor, tuple, list or dict."""
+    """Return a value itself if it is a tensor, or the first tensor in a tuple, list or dict; None if there is none."""
     if isinstance(value, Tensor):
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()

@@ -2,8 +2,8 @@
 unchanged.
 
 Scales are random powers of two. Multiplying by them is exact, so a correct fold leaves the output unchanged up to the
-order of sums, and a wrong fold changes it. Every fold is tried with the layer's own weights and with larger ones, so
-that a clamp between the source and the set would act.
+order of sums, and a wrong fold changes it. Every fold is tried with the layer's own weights and with larger ones. With
+the larger weights, a clamp between the source and the set takes effect, so that the fold changes the output.
 """
 
 import zlib
@@ -35,6 +35,7 @@ class FoldTrial:
         block: the layer, with float32 weights.
         run: calls the layer once and returns every tensor that it passes on.
         head_dim: width of an attention head.
+        expected: outputs without a fold, keyed by the gain of the weights; computed in the first trial.
     """
 
     block: nn.Module
@@ -43,7 +44,7 @@ class FoldTrial:
     expected: dict[float, list[Tensor]] = field(default_factory=dict)
 
     def change(self, groups: Sequence[LinearSet]) -> float:
-        """Return the largest relative change of the layer's output when a scale is folded into each of these sets.
+        """Return the largest relative change of the layer's output when scales are folded into all sets at once.
 
         Raises:
             ModelError: the layer's output is not finite, neither with its own weights nor with larger ones.
@@ -60,7 +61,7 @@ class FoldTrial:
         for gain in _GAINS if not self.expected else ():
             with _changed(self.block, {}, gain):
                 outputs = [tensor.clone() for tensor in self.run()]
-            # A gain at which the layer overflows tells nothing; the other one decides.
+            # If the layer overflows with one gain, the other gain decides.
             if all(bool(torch.isfinite(tensor).all()) for tensor in outputs):
                 self.expected[gain] = outputs
         if not self.expected:
@@ -96,7 +97,7 @@ def source_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim:
                 producers.append((name, False))
             # A linear in between would mix the channels that this module scales.
             elif not any(what.order < order < draft.order for order in linears):
-                others.append((name, False))  # something without weights stands between
+                others.append((name, False))  # a computation without weights lies between the module and the set
         elif weight.dim() == 2 and isinstance(block.get_submodule(name), nn.Linear):
             if outputs == width:
                 # With as many value heads as query heads, each channel has its own scale, so sharing does not matter.
@@ -110,7 +111,7 @@ def _fold(block: nn.Module, groups: Sequence[LinearSet], head_dim: int) -> Itera
     for group in groups:
         width = block.get_parameter(f"{group.linears[0]}.weight").shape[1]
         outputs = block.get_parameter(f"{group.source}.weight").shape[0]
-        # Each pair has its own scales, which are the same in every process.
+        # The scales of a pair are the same in every process.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{group.source} {group.linears[0]}".encode()))
         exponents = torch.randint(-_LARGEST_EXPONENT, _LARGEST_EXPONENT + 1, (outputs,), generator=generator)
         scales = torch.exp2(exponents.float())
@@ -132,7 +133,7 @@ def _distance(output: Tensor, expected: Tensor) -> float:
 def _changed(block: nn.Module, values: dict[str, Tensor], gain: float) -> Iterator[None]:
     """While open, set the parameters named in `values`, and multiply the weights of all linears by `gain`.
 
-    Nothing is copied. A gain that is a power of two is undone exactly.
+    Nothing is copied. Afterwards, everything is restored, exactly if `gain` is a power of two.
     """
     linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
     kept = {name: block.get_parameter(name).data for name in values}

@@ -1,4 +1,4 @@
-"""Split experts that a model stores as two 3-D parameters into linears: find their names and the order of their rows.
+"""Split experts that a model stores as two 3-D parameters into linears: find the linears' names and order of rows.
 
 Nothing states how the outputs of gate and up are ordered in one tensor. So each order is tried with random numbers, and
 the one whose result equals the module's output is used.
@@ -32,7 +32,8 @@ def find_experts(
         names: names of the checkpoint's tensors.
         prefix: prefix of the layers' tensors in these names, up to a layer's number.
         layers: the list of layers, on the meta device.
-        loaded: given the name of a stacked tensor, returns the names that loaders expect for one expert's parts of it.
+        loaded: given the name of a stacked tensor, returns the names that loaders expect for the parts of it that are
+            linears of one expert.
     Raises:
         ModelError: the experts cannot be split.
     """
@@ -55,7 +56,7 @@ def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list
     """Return the names of an expert's gate, up and down projections.
 
     If the files store each expert separately, these are the names in the files. If the files stack the experts in one
-    tensor, these are the names that loaders expect of separate experts.
+    tensor, these are the names that loaders expect for separate experts.
     """
     pattern = re.compile(rf"{re.escape(owner)}\.0\.([^.]+)\.weight")
     leaves = sorted(match.group(1) for name in names if (match := pattern.fullmatch(name)))
@@ -66,12 +67,13 @@ def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list
         if set(known) == set(leaves):
             return known
     raise ModelError(
-        f"experts of {owner} consist of {', '.join(leaves)}; only gate_proj, up_proj and down_proj are known"
+        f"experts of {owner} consist of the linears {', '.join(leaves)}; quantkit only supports experts that consist "
+        "of gate_proj, up_proj and down_proj, or of w1, w3 and w2"
     )
 
 
 def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
-    """Add the row order with which plain linears compute the same as the module."""
+    """Return `data` with the order of rows for which plain linears compute the same as the module."""
     up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
     fused = copy.deepcopy(module).eval()
     fill_randomly(fused, torch.Generator().manual_seed(0))
@@ -85,7 +87,7 @@ def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
 
 
 def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
-    """Whether experts of plain linears compute the same as the module of this name."""
+    """Whether experts that consist of plain linears compute the same as the module `fused`."""
     apart = LinearExperts(fused, data)
     for key, parameter in fused.named_parameters(recurse=False):
         for linear, part in expert_parts(key, f"{name}.{key}", tuple(parameter.shape), data):
@@ -94,7 +96,8 @@ def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
     states = torch.randn(_TOKENS, hidden, generator=generator)
     count = fused.get_parameter("down_proj").shape[0]
     weights, chosen = torch.rand(_TOKENS, count, generator=generator).topk(min(2, count), dim=-1)
-    for given in ((states, chosen, weights), (states.repeat(count, 1),)):  # the module routes, or gets routed tokens
+    # The module gets the router's choice, or tokens that are already routed.
+    for given in ((states, chosen, weights), (states.repeat(count, 1),)):
         with torch.inference_mode():
             try:
                 expected: Tensor = fused(*given)
@@ -105,8 +108,8 @@ def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
 
 
 def fill_randomly(module: nn.Module, generator: torch.Generator) -> None:
-    """Fill parameters with random numbers: matrices that preserve the norm of their input, norms near one, small
-    biases.
+    """Fill parameters with random numbers, so that matrices roughly preserve the norm of their input, the weights of
+    norms are near one, and biases are small.
     """
     for name, parameter in list(module.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)

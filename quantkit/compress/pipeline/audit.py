@@ -1,4 +1,4 @@
-"""Checks that a checkpoint must pass before it gets its final name. A breach is a defect of quantkit."""
+"""Checks that a checkpoint must pass before it gets its final name. If one fails, quantkit has a defect."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ def check_weight(prefix: str, weight: QuantizedTensor) -> None:
 
 
 def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:
-    """Check that the stored size of a weight is its densely packed size plus a small overhead.
+    """Check that a stored weight has its densely packed size plus at most a small overhead.
 
-    The overhead is for words that are not full, a group index, and constant zero points that the format stores.
+    The overhead allows for partly filled words, a group index, and constant zero points that the format stores.
     """
     (rows, width), groups, bits = weight.shape, weight.scale.shape[1], weight.scheme.dtype.bits
     planned = weight.stored_bytes + (0 if weight.input_scale is None else weight.input_scale.nbytes)
@@ -41,7 +41,7 @@ def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_b
         planned += rows * width * (8 - bits) // 8  # with integer activations, each code is stored in a byte
     padding = 4 * (rows + groups + width) + (bits * groups * rows // 8 if weight.zero_point is None else 0)
     if not planned <= num_bytes <= planned + padding:
-        raise AuditError(f"{prefix} takes {num_bytes} bytes, planned {planned} and {padding} of padding")
+        raise AuditError(f"{prefix} takes {num_bytes} bytes, planned: {planned} and up to {padding} of padding")
 
 
 def audit_checkpoint(
@@ -77,7 +77,7 @@ def _check_targets(plan: Plan, reader: CheckpointReader, done: Mapping[str, Line
         names = [other for other in reader.names if other.startswith(f"{name}.") and not other.endswith(_BESIDE)]
         stored = sum(reader.info(other).num_bytes for other in names)
         if stored != round(record.bits_per_weight * math.prod(record.shape) / 8):
-            raise AuditError(f"{name} takes {stored} bytes on disk, planned {record.bits_per_weight} bits per weight")
+            raise AuditError(f"{name} takes {stored} bytes on disk, not {record.bits_per_weight} bits per weight")
 
 
 def _check_tied(plan: Plan, reader: CheckpointReader) -> None:

@@ -44,7 +44,7 @@ _CAPACITY_BYTES = 640 << 20
 
 class _Rounding(NamedTuple):
     """A layer that is being quantized: the futures of its linears, and the future of its file, which is written after
-    them.
+    the linears are rounded.
     """
 
     number: int
@@ -74,7 +74,7 @@ def round_layers(run: CompressionRun, threads: int) -> None:
 def _round_own(
     run: CompressionRun, todo: Sequence[int], threads: int
 ) -> Generator[tuple[LayerRecord, str, str, list[str]]]:
-    """Yield the record of each layer of this process, in order, with its file, the file's SHA-256 and tensor names."""
+    """Yield for each layer of this process, in order: its record, file name, the file's SHA-256 and tensor names."""
     started, pending = time.perf_counter(), deque[_Rounding]()
     importance = read_importance(run.plan)
     with ThreadPoolExecutor(_num_workers(run.plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
@@ -125,7 +125,7 @@ def _start(
 
 
 def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
-    """Yield the linears of a layer to round together: each alone, except linears that share a tensor scale."""
+    """Yield groups of linears to round together. A linear is alone unless it shares a tensor-wide scale with others."""
     schemes = plan.layers[index]
     for group in plan.sets(index):
         parts: dict[object, list[str]] = {}
@@ -147,11 +147,11 @@ def round_linears(
     Args:
         plan: plan of the run.
         owner: full name of the module that contains the linears.
-        group: the linears; those with the same scheme share its tensor-wide scale, if it has one.
-        schemes: schemes of these and other linears.
+        group: linears to round. If a scheme has a tensor-wide scale, the linears with that scheme share the scale.
+        schemes: scheme of each linear, keyed by relative name; linears outside `group` are ignored.
         shard: receives the codes.
-        keep: whether to follow rules that keep the codes of the source.
-        importance: weights (K,) of the squared errors of a linear's inputs, keyed by the linear's full name.
+        keep: whether to apply the recipe's `keep: source` rules.
+        importance: factor of each input's squared rounding error, (K,), keyed by the linear's full name.
     Returns:
         Records of the linears, and notes for the user.
     """
@@ -180,7 +180,7 @@ def round_linears(
 
 
 def _block(weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module that has only these linears."""
+    """Return a module with only these linears. `weights` is keyed by the linears' relative names."""
     block = nn.Module()
     for name, weight in weights.items():
         owner, (*parents, leaf) = block, name.split(".")
@@ -194,7 +194,7 @@ def _block(weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the unquantized tensors of a layer as in the source."""
+    """Yield the unquantized tensors of a layer, as the source stores them."""
     prefix, known = f"{plan.skeleton.layer_name(index)}.", plan.skeleton.layer_tensors(index)
     quantized = {f"{name}.weight" for name in plan.layers[index]}
     for name in plan.reader.names:
@@ -204,7 +204,7 @@ def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[LayerRecord, str, str, list[str]]:
-    """Wait for a layer, and return its record, its file, and the file's digest and tensor names."""
+    """Wait for a layer, and return its record, its file name, the file's SHA-256 and tensor names."""
     plan, listener = run.plan, run.listener
     name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
     listener.layer_started(layer.number, name)
@@ -214,7 +214,7 @@ def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[Laye
     rounded = time.perf_counter()
     listener.phase("write")
     file = layer.file.result()
-    release_freed_memory()  # glibc keeps the freed memory of each worker apart
+    release_freed_memory()  # glibc would otherwise keep the memory that workers freed
     ended = time.perf_counter()
     record = LayerRecord(
         index=layer.number,

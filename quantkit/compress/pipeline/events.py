@@ -29,9 +29,11 @@ class Listener:
         """
 
     def phase(self, name: str) -> None:
-        """Called when the current layer enters a phase: "load", a step's name, "round", "inputs", "write" or "advance".
+        """Called when the current layer enters a phase.
 
-        Between layers the phase is "original" while the original model's hidden states are advanced.
+        A phase is "load", a step's name, "round", "inputs", "kv cache", "errors", "write" or "advance".
+
+        Between layers, the phase "original" advances the original model's hidden states.
         """
 
     def layer_finished(self, record: LayerRecord) -> None:

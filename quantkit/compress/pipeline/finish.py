@@ -55,8 +55,8 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
 
 
 def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearRecord, ...]) -> int:
-    """Write everything outside the decoder layers, and check it together with the layers; return the bytes of all
-    tensors.
+    """Write everything outside the decoder layers, and check it together with the layers; return the size of all
+    tensors in bytes.
     """
     stored, shard = plan.reader.stored_name, shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
@@ -74,7 +74,7 @@ def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearR
 
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
-    """Return warnings about loading the checkpoint that the user has not seen yet; see `check_loads`."""
+    """Return new warnings, not yet shown to the user, about loading the checkpoint; see `check_loads`."""
     if plan.format.suffix:  # users load the file that is made from the folder, not the folder
         return []
     # Do not check the experts if the plan has already warned that they do not load. With `decode_at_load`, loaders
@@ -87,8 +87,8 @@ def _check_loads(plan: Plan, folder: Path) -> list[str]:
 def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
     """Return schemes and ignored modules under module names and, if these differ, under the names in the files.
 
-    transformers and loaders that copy its modules use module names. Other loaders use the names in the files, which are
-    as old as the files.
+    transformers, and loaders that copy transformers' modules, use module names. Other loaders use the names in the
+    files, which may follow an older naming.
 
     Returns:
         Scheme of each quantized linear, and the names of the unquantized linears.
@@ -139,7 +139,10 @@ def _describe(
 
 
 def _unquantized(plan: Plan) -> dict[str, int]:
-    """Return the number of elements of the layers' unquantized matrices, by name without numbers; largest first."""
+    """Count the elements of unquantized matrices over all layers, keyed by name in the layer; largest first.
+
+    A number inside a name, such as an expert's, becomes `*`, so all experts count together.
+    """
     counts: Counter[str] = Counter()
     prefix = f"{plan.family.layers}."
     for name in plan.reader.names:

@@ -15,16 +15,16 @@ from quantkit.safety.untrusted import read_object
 
 
 def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | float]:
-    """Return the entries of a file that a recipe makes.
+    """Return the `quantkit.*` entries of a GGUF file that a recipe makes.
 
     Args:
-        recipe: the recipe. The entry names its files without their folders.
+        recipe: the recipe; its entry gives the names of files without their folders.
         model: folder of the original model.
         codes: finished folder of the run, whose manifest has the digest of the calibration tokens.
     Returns:
-        `quantkit.version`, `quantkit.recipe` (YAML that `quantkit quantize` reads), and where they apply
-        `quantkit.calibration.sha256` (of the text), `quantkit.calibration.tokens_sha256`, and `quantkit.measured.*`:
-        the mean KL in nats per token, the text with its SHA-256, and the number of tokens.
+        `quantkit.version` and `quantkit.recipe` (YAML that `quantkit quantize` reads). With calibration data, also
+        `quantkit.calibration.sha256` (of the text file) and `quantkit.calibration.tokens_sha256`. If a search wrote the
+        recipe, also `quantkit.measured.*`; see `recipe.schema.Measured`.
     """
     entries: dict[str, str | int | float] = {
         "quantkit.version": own_version("unknown"),
@@ -46,7 +46,7 @@ def measured_entries(recipe: Recipe) -> dict[str, str | int | float]:
 
 
 def _text(recipe: Recipe) -> str:
-    """Return a recipe as YAML. Names of files have no folders, which are nobody else's business."""
+    """Return a recipe as YAML. File names are written without their folders, which are private."""
     source: dict[str, Any] = dict(recipe.source)
     if recipe.calibration is not None and Path(recipe.calibration.data).is_file():
         source["calibration"] = {**source["calibration"], "data": Path(recipe.calibration.data).name}

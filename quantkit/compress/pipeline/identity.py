@@ -41,7 +41,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
             # The instruction set or the GPU decides which kernels run, and the kernels decide the order of sums.
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
             if plan.skeleton.device.type == "cuda"
-            # The reason why C is off is left out, because it may name a folder of this process.
+            # Leave out why the C library is off, because the reason may name a folder of this process.
             else f"{torch.backends.cpu.get_cpu_capability()}; C: {native.status() if native.library() else 'off'}",
             "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
         },
@@ -54,9 +54,14 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
 
 
 def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity as read from JSON, with the number of threads with which the interrupted run was started.
+    """Return an identity in the form that JSON gives, with the number of threads of the interrupted run.
 
-    The best number is measured and varies; a run must finish with the number that it started with.
+    The number of threads can differ when a command runs again, but a run must finish with the number that it started
+    with.
+
+    Args:
+        saved: identity of the interrupted run, as read from JSON.
+        identity: identity of the current command.
     """
     new: dict[str, Any] = json.loads(json.dumps(identity))
     compute = saved.get("compute") if isinstance(saved, dict) else None

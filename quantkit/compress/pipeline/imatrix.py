@@ -1,4 +1,4 @@
-"""Importance matrices of llama.cpp: collect one for a model, and give one to the linears that a recipe rounds.
+"""Importance matrices as in llama.cpp: collect the matrix of a model, and read a matrix for the linears to round.
 
 Shapes: K inputs of a linear, T tokens.
 """
@@ -42,7 +42,7 @@ def collect_imatrix(
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> ImportanceMatrix:
-    """Run calibration text through a model, layer by layer, and write the mean squares of the inputs of its linears.
+    """Run calibration text through a model, layer by layer, and write the mean square of each input of its linears.
 
     Args:
         model: directory or hub id; None = the bundled demo model.
@@ -50,7 +50,8 @@ def collect_imatrix(
         data, samples, sequence_length, seed: see the fields of a recipe's `calibration`.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         overwrite: replace an existing file.
-        progress: called before each layer.
+        progress: called before each layer with the number of finished layers, the number of layers, and the layer's
+            name.
     Raises:
         InputError: model, data or output cannot be used.
     """
@@ -86,7 +87,9 @@ def collect_imatrix(
 
 
 def read_importance(plan: Plan) -> dict[str, Tensor]:
-    """Return the mean square of each input (K,) of each linear to quantize, keyed by full name; see `Recipe.imatrix`.
+    """Return the mean squares (K,) of each linear's inputs, keyed by the linear's full name; see `Recipe.imatrix`.
+
+    The result is empty if the recipe names no importance matrix.
 
     Raises:
         CheckpointError: the file lacks a linear, or has another number of inputs for it.
@@ -106,7 +109,7 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
             )
         if tuple(mean.shape) != (1, width):
             raise CheckpointError(
-                f"{path}: {names[name]} has statistics of {tuple(mean.shape)} inputs, but {width} inputs in the model; "
+                f"{path}: the means of {names[name]} have shape {tuple(mean.shape)}, but it has {width} inputs; "
                 "make the importance matrix from this model"
             )
         # Even the weights of an input that was always 0 need sensible codes, so no importance is 0.

@@ -27,7 +27,7 @@ from quantkit.huggingface.image_inputs import ImageStem
 from quantkit.huggingface.layer_call import Batch
 from quantkit.huggingface.load_rules import with_tower_names
 
-# Tokens that go through a layer at once; enough for fast products, few enough that their intermediates stay small.
+# Tokens that go through a layer at once: enough for fast products, but few enough to keep intermediate results small.
 _BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 2048, 1024
 
 
@@ -80,10 +80,11 @@ def _read_images(plan: Plan, calibration: CalibrationSection) -> ImageSamples | 
 
 
 def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
-    """Yield inputs of the first layer, on the CPU: hidden states (B, T, D) of samples of equal length, or single
-    `LayerCall`s.
+    """Yield inputs of the first layer, on the CPU: hidden states (B, T, D) of several samples of equal length, or the
+    `LayerCall` of one sample.
 
-    Samples with images are `LayerCall`s, spread evenly among the others, because some steps only use the first tokens.
+    A sample with images is a `LayerCall`. Such samples are spread evenly among the others, because some steps use only
+    the first tokens.
     """
     if samples.images is None:
         yield from _embed_texts(plan, samples.texts)
@@ -129,7 +130,9 @@ def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch
 
 
 def open_stores(run: CompressionRun, samples: Samples, mode: Mode) -> list[ActivationStore]:
-    """Open the stores of the next layer's inputs: in the quantized model, then in the original if a step needs them.
+    """Return stores of the next layer's inputs: in the quantized model and, if a step needs it, in the original model.
+
+    The list is empty if all layers are done.
 
     Args:
         run: the run. An interrupted run continues from its saved states; with `calibration.inputs: original`, states
@@ -191,16 +194,16 @@ def open_held_out(run: CompressionRun, samples: Samples, stores: Sequence[Activa
 
 
 def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tensor | None) -> list[str]:
-    """Compute the next layer's inputs in both models, and return the digests of the saved states.
+    """Compute the next layer's inputs in the models that `stores` cover, and return the digests of the saved states.
 
     Args:
-        stores: inputs of the layer in the quantized model, and in the original if a step compares with it.
+        stores: inputs of the layer in the quantized model and, if a step needs it, in the original model.
         layer: the quantized layer.
-        first: the layer's output for the first sequence, in the process that has the first batch.
+        first: the layer's output for the first sequence; None in processes that do not have the first batch.
     """
     layer.check_runs(first)
     forwards: list[Callable[[int, Batch], Batch]] = [layer.advance]
-    if layer.data.original is not None:  # else they are computed already, or no step needs them
+    if layer.data.original is not None:  # otherwise they are known already, or no step needs them
         forwards.append(layer.data.original.advance)
     for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)

@@ -1,4 +1,4 @@
-"""Linears that keep the codes of the source (`keep: source`): check whether that is possible, and add the codes to a
+"""Linears that keep the codes of the source (`keep: source`): check that the codes can be kept, and add them to a
 layer.
 """
 
@@ -19,15 +19,15 @@ from quantkit.results import LinearRecord
 def check_kept(
     recipe: Recipe, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]
 ) -> tuple[str, ...]:
-    """Refuse codes that cannot be kept bit for bit; one linear of each scheme is tested.
+    """Check that the source's codes can be kept bit for bit. Only one linear of each scheme is tested.
 
     Args:
         recipe: the recipe.
         reader: reader of the source.
         format_: output format.
-        linears: scheme of each quantized linear by full name.
+        linears: scheme of each quantized linear, keyed by full name.
     Returns:
-        A sentence for each scheme of kept codes.
+        One sentence for the user about each scheme whose codes are kept.
     Raises:
         RecipeError, SchemeError: codes cannot be kept; the message says why.
     """
@@ -48,14 +48,14 @@ def check_kept(
     changed = {scheme for scheme, names in kept.items() if reader.stored_scheme(f"{names[0]}.weight") != scheme}
     return tuple(
         f"{len(names)} linears keep the codes of the source ({scheme.describe()}"
-        + ("; if their scales have no exact form, they are rounded)" if scheme in changed else ")")
+        + ("; linears whose scales have no exact form are rounded)" if scheme in changed else ")")
         for scheme, names in kept.items()
     )
 
 
 def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None:
-    """Give a layer the source's codes for the linears that keep them. If codes have no exact form in a linear's scheme,
-    they are not kept, and a note says so.
+    """Set the source's codes in the linears of a layer that keep them. A linear does not keep codes that have no exact
+    form in its scheme; a note then says so.
     """
     names = [name for name in layer.schemes if recipe.scheme.keeps(f"{layer.name}.{name}")]
     others: dict[str, QuantizedTensor] = {}
@@ -80,8 +80,8 @@ def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None
 
 
 def _keep(layer: LayerContext, name: str, weight: QuantizedTensor) -> None:
-    """Set codes that no step changes; the layer computes with their dequantized values, as
-    after `LayerContext.commit`.
+    """Set the codes of a linear; no step changes them. The layer then computes with their dequantized values, as after
+    `LayerContext.commit`.
     """
     if weight.input_scale is not None:
         weight = replace(weight, input_scale=weight.input_scale.to(layer.device))

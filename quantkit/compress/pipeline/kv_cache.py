@@ -22,7 +22,7 @@ from quantkit.numerics.kv_cache import CacheGoal, scheme_from_dict
 from quantkit.results import CacheRecord, LayerRecord
 
 _KINDS = ("layer_types", "layers_block_type")  # keys of config.json that give the kind of each layer
-_ATTENDS = ("attention", "hybrid")  # words in the names of kinds that cache keys and values
+_ATTENDS = ("attention", "hybrid")  # words in the names of layer kinds that cache keys and values
 
 
 def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     inner = config.get("text_config")
     described = {**(inner if isinstance(inner, Mapping) else {}), **config}
     kinds = {str(kind) for key in _KINDS for kind in described.get(key) or ()}
-    # "linear_attention" attends by name, but keeps a state.
+    # "linear_attention" contains the word attention, but keeps a state.
     others = sorted(kind for kind in kinds if not any(word in kind for word in _ATTENDS) or "linear" in kind)
     kept = f"some layers of this model keep a state instead of keys and values ({', '.join(others)})" if others else ""
     if latent := described.get("kv_lora_rank"):
@@ -60,12 +60,12 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
 
 
 def choose_cache(goal: CacheGoal, family: Family, layer: LayerContext) -> CacheRecord:
-    """Choose the KV cache of a layer whose weights are final.
+    """Choose the KV cache of a layer whose weights are final, and return the record of the choice.
 
     Args:
         goal: cache that the recipe asks for.
         family: family of the model.
-        layer: gets the scales to write, and a note if the decision differs from the goal.
+        layer: the layer; the scales to write are added to it, and a note if the choice differs from the goal.
     """
     record = calibrate_cache(layer, goal)
     if goal.has_fixed_scales:
@@ -83,8 +83,8 @@ def _attention_module(block: nn.Module, family: Family) -> str:
     numbered = [other for other, module in modules.items() if other and hasattr(module, "layer_idx")]
     if len(numbered) != 1:
         raise ModelError(
-            f"cannot find the attention module in the decoder layers (candidates: {numbered}); leave kv_cache out of "
-            "the recipe"
+            f"cannot find the attention module in the decoder layers (candidates: {', '.join(numbered) or 'none'}); "
+            "leave kv_cache out of the recipe"
         )
     return str(numbered[0])
 
@@ -93,7 +93,7 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
     """Check that all scales are positive numbers.
 
     Raises:
-        AuditError: a scale is not; the message names the tensor.
+        AuditError: a scale is zero, negative or not finite; the message names the tensor.
     """
     for name, scale in scales.items():
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
@@ -103,7 +103,9 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
 def with_cache(
     recipe: Recipe, config: Mapping[str, Any], described: dict[str, Any], records: Sequence[LayerRecord]
 ) -> dict[str, Any]:
-    """Return the config.json to write: the format's entries, and the entry for the KV cache instead of the source's.
+    """Return the config.json to write: the source's entries, the format's entries, and the recipe's KV cache.
+
+    The entry for the recipe's KV cache replaces a KV cache entry of the source.
 
     Args:
         recipe: the recipe.
@@ -127,7 +129,7 @@ def check_cache_written(
     Args:
         folder: folder of the checkpoint.
         recipe: the recipe.
-        config: contents of its config.json.
+        config: contents of the checkpoint's config.json.
         records: record of each layer.
     Raises:
         AuditError: the checkpoint does not match the recipe or the records.

@@ -1,4 +1,4 @@
-"""Quantize the layers of runs with calibration data in order, each on the outputs of the layers before it."""
+"""Quantize layers in order with calibration data; the outputs of a layer are the calibration data of the next."""
 
 import copy
 import time
@@ -34,7 +34,7 @@ from quantkit.results import CacheRecord, LayerRecord
 
 @contextmanager
 def _phase(listener: Listener, seconds: dict[str, float], name: str) -> Iterator[None]:
-    """While open, a phase of the layer runs: tell the listener, and add its duration to `seconds`."""
+    """Run a phase of a layer in this context: tell the listener, and add the phase's duration to `seconds`."""
     listener.phase(name)
     started = time.perf_counter()
     yield
@@ -46,11 +46,12 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @torch.inference_mode()
 def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mode) -> None:
-    """Quantize, check, write and record all unfinished layers, each with the inputs that the layers before it compute.
+    """Quantize, check, write and record all unfinished layers. Earlier layers compute the calibration inputs.
 
     Args:
-        runs: one run, or several that differ only in their weights and use `calibration.inputs: original`.
-        samples: calibration samples of all runs.
+        runs: one run, or several runs whose recipes differ only in how they quantize weights and use
+            `calibration.inputs: original`.
+        samples: calibration samples, the same for all runs.
         mode: see `ActivationStore`.
     """
     done = [len(run.state.records) for run in runs]
@@ -82,10 +83,10 @@ def _run_layer(
     held_out: HeldOut | None,
     shared: dict[Hashable, Any] | None,
 ) -> None:
-    """Quantize, check, write and record one layer, and advance the hidden states past it, unless other runs still need
-    them.
+    """Quantize, check, write and record one layer. Then advance the hidden states past the layer. With
+    `calibration.inputs: original`, leave that to `calibrate_layers`, because other runs still need the states.
     """
-    assert held_out is not None, "layers are left to be done"
+    assert held_out is not None, "held-out inputs exist as long as layers are left"
     is_last = index + 1 == run.plan.skeleton.num_layers
     plan, state, work, listener = run.plan, run.state, run.work, run.listener
     moved: Sequence[ActivationStore] = () if plan.recipe.has_original_inputs else stores
@@ -101,7 +102,7 @@ def _run_layer(
         held_out.aim(layer, is_last=is_last)
         keep_codes(plan.recipe, plan.reader, layer)
         layer.count_tokens()
-        # One sequence is enough to measure the layer's noise, and finds a broken layer before any step begins.
+        # One sequence is enough to measure the layer's noise, and to find a broken layer before any step begins.
         reference = _first_output(layer, name)
     cache = _choose(plan, layer, phase)
     with phase("errors"):
@@ -132,12 +133,15 @@ def _run_layer(
 
 
 def _first_output(layer: LayerContext, name: str) -> Tensor | None:
-    """Return the layer's output for the first sequence, in the process that writes."""
+    """Return the layer's output for the first sequence; None in processes that do not write."""
     return require_finite(layer.forward(layer.store[0][:1]), name) if is_writer() else None
 
 
 def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None:
-    """Choose the codes of every linear, then the scales of inputs and of the KV cache, which depend on the codes."""
+    """Choose the codes of every linear, then the scales of inputs and of the KV cache, which depend on the codes.
+
+    Return the record of the KV cache; None if the recipe does not set one.
+    """
     recipe = plan.recipe
     for label, step in recipe.steps.items():
         with phase(label):
@@ -156,7 +160,7 @@ def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None
 def layer_context(
     plan: Plan, index: int, stores: Sequence[ActivationStore], shared: dict[Hashable, Any] | None = None
 ) -> LayerContext:
-    """Return a layer with its inputs.
+    """Load a layer, and return it with its calibration inputs.
 
     Args:
         plan: plan of the run.
@@ -190,7 +194,10 @@ def layer_context(
 
 
 def _owners(plan: Plan, index: int) -> dict[str, int]:
-    """Assign each set of a layer to a process so that costs are balanced; empty if a step needs one process for all."""
+    """Return the process that quantizes each set of linears, keyed by the set's first linear, with balanced costs.
+
+    The result is empty if a step needs all sets in one process.
+    """
     if any(step.on_one_process for step in plan.recipe.steps.values()):
         return {}
     shapes, sets = plan.skeleton.linear_shapes(index), plan.sets(index)

@@ -1,7 +1,7 @@
 """Check whether transformers can load the result, both before the work and for the finished checkpoint.
 
-For models without a family file, linears that transformers could not load in quantized form stay unquantized, with the
-loader's reason in a note. `audit` compares a checkpoint with the plan instead.
+For models without a family file, linears that transformers could not load in quantized form stay unquantized, and a
+note gives the loader's reason. (The module `audit` compares a finished checkpoint with the plan.)
 """
 
 import re
@@ -36,13 +36,14 @@ def keep_loadable(
     ignored: Callable[[Sequence[Schemes]], Sequence[str]],
     assigned: Sequence[Schemes],
 ) -> Assigned:
-    """Remove the schemes of linears that transformers could not load.
+    """Return only the schemes of linears that transformers could load, and a note about the other linears.
 
     Args:
-        reader: reader of the source; it is told which tensors to write in the model's own form.
+        reader: reader of the source. Its `write_converted` is called for tensors that must be written in the model's
+            own form.
         format_: format of the checkpoint.
         layers: layers of the model.
-        ignored: given the schemes of all layers, returns the full names of the linears without a scheme.
+        ignored: function from the schemes of all layers to the full names of the linears without a scheme.
         assigned: schemes of each layer.
     Raises:
         ModelError: no quantized linear is left, or transformers could not load the unquantized tensors beside the
@@ -51,7 +52,7 @@ def keep_loadable(
     parts = list(zip(layers, assigned, strict=True))
     linears = {f"{part.name}.{name}": scheme for part, of in parts for name, scheme in of.items() if scheme}
     left, others = dict(linears), ignored(assigned)
-    refused: dict[str, str] = {}  # with the reason
+    refused: dict[str, str] = {}  # reasons, keyed by linear
     notes, dequantize = [], False
     # Leaving linears unquantized changes how the others are loaded, so ask again until no more are left out.
     while left:
@@ -81,8 +82,8 @@ def keep_loadable(
                 f"({why}); set format=dense"
             )
         notes.append(
-            f"left unquantized, because transformers could not load them as {format_.name}: {len(refused)} linears "
-            f"like {name} ({why})"
+            f"{len(refused)} linears such as {name} stay unquantized, because transformers could not load them as "
+            f"{format_.name} ({why})"
         )
     kept = [{name: s if f"{part.name}.{name}" not in refused else None for name, s in of.items()} for part, of in parts]
     return Assigned(kept, tuple(notes), dequantize)
@@ -91,7 +92,7 @@ def keep_loadable(
 def _ask(
     reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str], dequantize: bool
 ) -> tuple[Problems, bool]:
-    """Return the problems of transformers' loader with a planned checkpoint, and whether it must decode the weights."""
+    """Return transformers' problems with the planned checkpoint, and whether transformers must decode the weights."""
 
     def open_loader() -> HfLoader:
         config = format_.config(linears, ignored, decode_at_load=dequantize)
@@ -103,7 +104,7 @@ def _ask(
         loader = open_loader()
     codes = {name: _encoded(format_, scheme)[0] for name, scheme in linears.items()}
     if apart := [name for name, leaves in codes.items() if not _together(reader, name, leaves)]:
-        why = "its files store the weight under an unusual name"
+        why = "the source stores the weight under an unusual name"
         return Problems(modules=dict.fromkeys(apart, why)), dequantize
     owners = {reader.stored_name(f"{name}.{leaf}"): name for name, leaves in codes.items() for leaf in leaves}
     tensors = {stored: Stored(module=name, kind=str(linears[name])) for stored, name in owners.items()}
@@ -128,7 +129,7 @@ def _together(reader: ModelReader, module: str, leaves: Iterable[str]) -> bool:
 
 
 def _with_siblings(bad: Mapping[str, str], linears: Mapping[str, LinearScheme]) -> dict[str, str]:
-    """Add the other experts of the same mixture, because transformers has one module for all of them."""
+    """Return `bad` with all experts of the affected mixtures, because transformers has one module for all experts."""
     mixtures = {mixture: why for name, why in bad.items() if (mixture := _mixture(name)) is not None}
     return {name: why for name in linears if (why := bad.get(name) or mixtures.get(_mixture(name) or ""))}
 
@@ -167,7 +168,7 @@ def check_loads(
         linears: scheme of each quantized linear.
         experts: whether to check quantized experts; False if they are known not to load.
     Returns:
-        The reason why the check was impossible, or which tensors transformers ignores; empty if neither.
+        Why the check was impossible, why transformers does not load the result, or which tensors it ignores; else "".
     Raises:
         GateFailure: transformers would load other values.
     """

@@ -43,14 +43,14 @@ class Plan:
         model: directory or hub id as given; "demo" for the bundled model.
         reader, skeleton, family, recipe, format: parts of the run.
         layers: for each decoder layer, the schemes of the linears to quantize, keyed by relative name.
-        linears: the schemes of all layers and towers, keyed by full name.
+        linears: scheme of each linear to quantize, in layers and towers, keyed by full name.
         ignored: full names of the unquantized linears, including the head.
-        towers: for each module outside the decoder layers that contains linears to quantize, their schemes, keyed by
-            relative name.
+        towers: schemes of the linears to quantize outside the decoder layers, keyed by the full name of the module that
+            contains them, then by relative name.
         source_dtype: widest dtype of the layers' weights in the files.
         output: directory of the finished checkpoint.
         warnings: warnings for the user, one sentence each, such as engines that cannot load the result.
-        discovery: structure found in a model without a family file; None for others.
+        discovery: structure found in a model without a family file; None if the model has one.
     """
 
     model: str
@@ -70,11 +70,11 @@ class Plan:
 
     @property
     def all_tokens(self) -> bool:
-        """Whether statistics of experts use all tokens."""
+        """Whether statistics of experts use all tokens, not only those routed to the expert."""
         return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
 
     def scale_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a linear's scales: the source's if the format supports it, else the format's own."""
+        """Return the dtype of a linear's scales: the source weight's if the format has it, else the format's first."""
         source, dtypes = self.reader.info(f"{name}.weight").dtype, self.format.scale_dtypes
         return source if source in dtypes else dtypes[0]
 
@@ -94,7 +94,7 @@ class Plan:
 def build_plan(
     model: str | None, recipe: Recipe, output: str | Path | None, device: str, engine: str | None = None
 ) -> Plan:
-    """Check model, recipe and format against each other.
+    """Check that model, recipe and format fit together, and return the plan.
 
     Args:
         model: directory or hub id; None = the bundled demo model.
@@ -172,7 +172,7 @@ def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output:
 
 
 def _stored_in(reader: ModelReader, name: str) -> LinearScheme | None:
-    """Return the scheme of a linear's codes in the source; None if it has none."""
+    """Return the scheme of a linear's codes in the source; None if the source stores it unquantized."""
     return reader.stored_scheme(f"{name}.weight")
 
 
@@ -182,7 +182,7 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
     Args:
         reader: reader of the checkpoint.
     Returns:
-        The family, and the discovery; None if a file describes the family.
+        The family, and the discovered structure; the structure is None if a file describes the family.
     Raises:
         ModelError: config.json names no class.
     """
@@ -194,8 +194,8 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 
 
 def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
-    """Return the model that the steps work on. Steps that replace the model need a family file, which states what the
-    model computes.
+    """Return a reader of the model that the steps work on. A step that replaces the model, such as `rotate`, needs a
+    family file, because only that states what the model computes.
     """
     for name, step in recipe.steps.items():
         if step.replaces_model:
@@ -208,15 +208,15 @@ def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described
 
 
 def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelReader, Skeleton]:
-    """Open the model again with the tensors of its towers, by the names of their modules."""
+    """Open the model again, now with the tensors of its towers under the names of their modules."""
     family = with_tower_names(skeleton.family, source)
     reader = ModelReader.of(source, family)
     return reader, Skeleton(reader, family, skeleton.dtype, skeleton.device)
 
 
 def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears]:
-    """Return the linears of towers, grouped by the module that contains them. Left out are linears that the files store
-    under another name or in another shape.
+    """Return the linears of towers, grouped by the module that contains them. A linear that the files store under
+    another name or in another shape is left out.
     """
     owners: dict[str, dict[str, tuple[int, int]]] = {}
     for name, shape in skeleton.tower_linears().items():
@@ -264,7 +264,7 @@ def _source_dtype(reader: CheckpointReader, family: Family) -> torch.dtype:
 
 
 def predicted_bytes(plan: Plan, num_tokens: int) -> dict[str, int]:
-    """Estimate the memory that a run needs at once, in bytes by purpose; see `algorithms.base.steps_bytes`.
+    """Estimate the peak memory of a run in bytes, keyed by purpose; see `algorithms.base.steps_bytes`.
 
     Args:
         plan: plan of the run.

@@ -65,8 +65,8 @@ def quantize(
             GPU.
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
-        engine: name of the engine that must be able to read the result, one of those in `quantkit.engine_rules`;
-            recipes whose result it cannot read are refused before the work starts. None = no particular one.
+        engine: name of an engine in `quantkit.engine_rules` that must be able to read the result. If it cannot, the
+            recipe is refused before the work starts. None = no particular engine.
         listener: receives progress events.
     Raises:
         InputError: model, recipe, data or output cannot be used.
@@ -107,8 +107,8 @@ def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, devi
     """Compress a model with several recipes in one pass over the calibration data; results equal those of `quantize`
     byte for byte.
 
-    The recipes differ only in their weights and have `calibration.inputs: original`, so the inputs of a layer are equal
-    for all. Either of the two functions can resume an interrupted run of the other.
+    The recipes differ only in how they quantize weights, and have `calibration.inputs: original`. So the inputs of a
+    layer are equal for all recipes. Each of these two functions can resume an interrupted run of the other.
 
     Args:
         model: directory or hub id; None = the bundled demo model.
@@ -163,7 +163,7 @@ def _compress(
 def _begin(
     plan: Plan, stage: Stage | None, samples: Samples | None, listener: Listener, *, resume: bool
 ) -> CompressionRun | None:
-    """Start a run or resume an interrupted one; None if an earlier run was killed after it had renamed its output.
+    """Start a run, or resume an interrupted one. Return None if an earlier run was killed after renaming its output.
 
     Args:
         plan: plan of the run.
@@ -172,8 +172,8 @@ def _begin(
         listener: receives progress events.
         resume: see `quantize`.
     Raises:
-        ResumeError: this process has read other data than the first one.
-        OutputError: this process cannot see the files that the first one writes.
+        ResumeError: this process has read other data than the first process.
+        OutputError: this process cannot see the files that the first process writes.
     """
     identity = run_identity(plan, samples)
     begun: tuple[RunState, WorkFolder] | None = None
@@ -216,7 +216,7 @@ def _finish(plan: Plan, run: CompressionRun | None, stage: Stage | None, started
 
 @contextmanager
 def computing(run: CompressionRun) -> Iterator[int]:
-    """While open, compute with the run's number of threads. Yield the number of threads within the CPU quota."""
+    """Compute with the run's number of threads in this context. Yield the number of threads within the CPU quota."""
     before = torch.get_num_threads()
     workers = threads_within_quota()
     torch.set_num_threads(run.state.threads)
@@ -225,7 +225,7 @@ def computing(run: CompressionRun) -> Iterator[int]:
         with quick_products(run.plan.skeleton.device):
             yield workers
     finally:
-        # The caller's own number comes back, after an error too.
+        # Restore the caller's number of threads, after an error too.
         torch.set_num_threads(before)
 
 

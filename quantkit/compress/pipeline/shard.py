@@ -19,7 +19,7 @@ from quantkit.compress.pipeline.plan import Plan
 
 
 def shard_name(index: int, num_layers: int) -> str:
-    """Return the file name of a layer; the number after the last layer stands for everything else."""
+    """Return the file name of a layer. Index `num_layers` stands for all tensors outside the layers."""
     return f"model-{index + 1:05d}-of-{num_layers + 1:05d}.safetensors"
 
 
@@ -50,10 +50,10 @@ def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
 
     Args:
         plan: plan of the run.
-        layer: the layer as in `write_layer`, or some of its linears.
+        layer: the finished layer, or a part of it that has only some of the linears.
         shard: shard of the layer.
     Raises:
-        AuditError: an encoded weight differs from the plan.
+        AuditError: codes or scales are invalid, or a stored weight has another size than planned.
     """
     for name, weight in layer.chosen.quantized.items():
         module, scheme = f"{layer.name}.{name}", layer.schemes[name]
@@ -66,7 +66,7 @@ def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
 
 
 def write_audited_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
-    """Write a complete shard and read it back; see `write_layer`."""
+    """Write a complete shard and read it back; for the result, see `write_layer`."""
     return file, *shard.write(
         folder / file,
         layout=plan.reader.restore,

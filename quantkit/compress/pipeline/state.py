@@ -1,8 +1,8 @@
 """State of an unfinished run in its work folder: its identity, and the finished layers.
 
-`<output>.partial/` (see `output.staging`) holds `checkpoint/`, which becomes the output, the hidden states before
-the next layer, and `progress.json`. A layer counts as done once `progress.json` names it, and that file is replaced
-atomically after everything it names is on disk.
+`<output>.partial/` (see `output.staging`) holds the hidden states before the next layer, `progress.json`, and the
+folder `checkpoint/`, which becomes the output. A layer counts as done once `progress.json` names it. That file is
+replaced atomically, after everything that it names is on disk.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class RunState(Record):
         states: Sequence[str] = (),
         held_out: Sequence[str] = (),
     ) -> None:
-        """Record a finished layer; its shard and the states after it must be on disk before this is saved."""
+        """Record a finished layer. Its shard and the hidden states after it must be on disk before `save` is called."""
         self.records += (record,)
         self.shards[shard] = digest
         self.weight_map |= dict.fromkeys(names, shard)
@@ -60,7 +60,7 @@ class RunState(Record):
 
     @property
     def threads(self) -> int:
-        """Return the number of threads of the run, which affects how sums are divided."""
+        """Return the number of threads of the run; it affects how sums are divided."""
         return int(self.identity["compute"]["threads"])
 
     def save(self, folder: Path) -> None:
@@ -70,7 +70,7 @@ class RunState(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionRun:
-    """One compression on its way to a directory.
+    """One compression of a model into a directory, new or resumed.
 
     Args:
         plan: plan of the run.
@@ -95,7 +95,7 @@ class CompressionRun:
 
 
 def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> RunState:
-    """Load the state of an interrupted run, or create that of a new one.
+    """Load the state of an interrupted run, or create the state of a new run.
 
     Args:
         work: work folder of this run.
@@ -128,11 +128,11 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
 
 
 def was_completed(stage: Stage, identity: dict[str, Any]) -> bool:
-    """Whether an earlier run renamed its output but was killed before it cleaned up; clean up now.
+    """Whether an earlier run was killed after it had renamed its output; delete the work folder that it left.
 
     Args:
         stage: work folder of the output.
-        identity: identity of this run; the result is True only if the earlier run had the same.
+        identity: identity of this run; the result is True only if the earlier run had the same identity.
     """
     if not stage.is_finished:
         return False

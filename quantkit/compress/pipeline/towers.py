@@ -13,7 +13,7 @@ from quantkit.compress.pipeline.state import RunState
 from quantkit.models.linear_sets import LinearSet
 from quantkit.results import LinearRecord, TowerRecord
 
-# A file takes linears until their source weights have this many bytes; its codes are in memory together.
+# A file is full when the source weights of its linears have this many bytes; its codes are in memory together.
 _FILE_BYTES = 1 << 30
 
 
@@ -22,7 +22,7 @@ def write_towers(plan: Plan, state: RunState, folder: Path) -> TowerRecord | Non
 
     Args:
         plan: plan of the run.
-        state: receives the new files.
+        state: progress of the run, to which the new files are added.
         folder: folder of the checkpoint.
     Returns:
         Record of the towers; None if the model has none.
@@ -48,7 +48,7 @@ def write_towers(plan: Plan, state: RunState, folder: Path) -> TowerRecord | Non
 
 
 def _files(plan: Plan) -> Iterator[list[str]]:
-    """Yield the modules whose linears go into one file."""
+    """Yield, for each file, the modules whose linears it contains."""
     owners: list[str] = []
     size = 0
     for owner, schemes in plan.towers.items():

@@ -1,4 +1,7 @@
-"""Apply a recipe to a model: find the scheme of each linear, or why there is none. For `quantize` and `plan`."""
+"""Apply a recipe to a model: find the scheme of each linear, or why the recipe cannot be used.
+
+`quantize` and `plan` use this module.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +22,7 @@ from quantkit.numerics.scales import has_two_levels
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.results import EngineReading
 
-Stored = Callable[[str], LinearScheme | None]  # given a linear's full name, returns its scheme in the source
+Stored = Callable[[str], LinearScheme | None]  # from a linear's full name to the scheme of its codes in the source
 
 
 class Assigned(NamedTuple):
@@ -40,12 +43,13 @@ Leave = Callable[[Sequence[Schemes]], Assigned]
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
-    """Return the scheme of each linear according to the recipe; group sizes that do not divide the inputs are lowered.
+    """Return the scheme of each linear according to the recipe, with group sizes lowered to divide the inputs.
 
     Args:
         recipe: the recipe.
         layers: layers of the model.
-        stored: returns the scheme of a linear's codes in the source by full name; None = it has no codes.
+        stored: function from a linear's full name to the scheme of its codes in the source; None = the source has no
+            codes of the linear.
     Raises:
         RecipeError: a linear must keep codes, but the source has none.
     """
@@ -64,10 +68,11 @@ def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> li
 def _fitted(
     shapes: Mapping[str, tuple[int, int]], schemes: Schemes, keeps: Callable[[str], bool], layer: str
 ) -> Schemes:
-    """Lower the group sizes of a layer so that they divide the inputs of each linear; the experts of a layer share one
-    size.
+    """Return the schemes of a layer with group sizes lowered so that they divide the number of inputs of each linear.
+
+    All experts with one weight scheme get the same size.
     """
-    experts: dict[WeightScheme, int] = {}  # greatest common divisor of their numbers of inputs
+    experts: dict[WeightScheme, int] = {}  # greatest common divisor of the experts' numbers of inputs
     for name, scheme in schemes.items():
         if scheme is not None and find_expert(name) is not None:
             experts[scheme.weight] = math.gcd(experts.get(scheme.weight, 0), shapes[name][1])
@@ -83,8 +88,8 @@ def _fitted(
 
 
 def uniform_groups(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> Recipe:
-    """Return a recipe in which all group sizes equal the smallest that `assign` gives; the same recipe if they already
-    do.
+    """Return the recipe with its group size replaced by the smallest that `assign` gives to any linear. Return the same
+    object if no linear gets a smaller size than the recipe's.
     """
     if recipe.scheme.default is None or recipe.scheme.default.weight.dtype.group is not None:
         return recipe
@@ -101,8 +106,8 @@ def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
 
 
 def _tower_scheme(recipe: Recipe, layers: Sequence[LayerLinears]) -> Scheme:
-    """Return the part of a recipe that applies to towers: its ignore patterns, and the rules that match
-    nothing else.
+    """Return the part of a recipe that applies to towers: ignore patterns, and rules that match nothing in the decoder
+    layers.
     """
     if not any(layer.beside for layer in layers):
         return Scheme(default=None)
@@ -123,8 +128,8 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
         return scheme
     if not has_two_levels(scheme.weight, asked.weight):
         raise RecipeError(
-            f"{name} is {scheme.describe()} in the source, which cannot be kept as {asked.weight.describe()} (only "
-            "mxfp4 can be kept as nvfp4); remove 'weights' from this override"
+            f"{name} is {scheme.describe()} in the source; its codes cannot be kept as {asked.weight.describe()} (only "
+            "mxfp4 can be kept as nvfp4). Remove 'weights' from this override"
         )
     return asked
 
@@ -136,17 +141,17 @@ def fit(
     """Apply a recipe to a model and check it.
 
     Args:
-        recipe: the recipe; `symmetric: auto` gives zero points if format and engine can read them for this model.
+        recipe: the recipe; `symmetric: auto` means zero points if format and engine can read them for this model.
         family: family of the model.
         layers: layers of the model.
         stored: see `assign`.
-        leave: removes the schemes of linears that loaders could not read, and adds a warning.
+        leave: function that removes the schemes of linears that loaders could not read, and adds a warning.
         unlisted: see `conflicts`.
         engine: engine that must read the result, such as `vllm:h100`; None = no particular one; quantkit
             then makes open choices for transformers.
         hidden_size: hidden size of the model, on which kernels of experts depend; None = unknown.
     Returns:
-        The recipe with nothing left open, and the schemes that it assigns.
+        The recipe with `symmetric: auto` and group sizes resolved, and the schemes that it assigns.
     Raises:
         InputError: the first reason why the recipe cannot be used.
     """
@@ -193,12 +198,12 @@ class _Model:
                 return self.settle(alike)
             raise
         with suppress(InputError):
-            return max(made, self.settle(alike), key=lambda one: self._merit(*one))  # equal: several sizes
+            return max(made, self.settle(alike), key=lambda one: self._merit(*one))  # equal merit: keep several sizes
         return made
 
     def _merit(self, recipe: Recipe, made: Assigned) -> tuple[bool, int]:
-        """Return whether the requested engine can read the result, and the number of linears with zero points, to
-        compare options.
+        """Return a key to compare options: whether the requested engine can read the result, then the number of linears
+        with zero points.
         """
         reads = self.engine is None or self.reading(recipe, made).is_right
         return reads, sum(not scheme.weight.symmetric for of in made.schemes for scheme in of.values() if scheme)
@@ -258,12 +263,12 @@ def stored_model(
     assigned: Sequence[Schemes],
     hidden_size: int | None,
 ) -> StoredModel:
-    """Describe the future checkpoint for the rules of engines.
+    """Describe the checkpoint that a recipe will write, for the rules of engines.
 
     Args:
         recipe: the recipe.
         family: family of the model.
-        layers, assigned: its linears and their schemes.
+        layers, assigned: the model's linears and their schemes.
         hidden_size: hidden size of the model.
     """
     format_, goal = FORMATS.load(recipe.format), recipe.kv_cache
@@ -288,13 +293,15 @@ def stored_model(
 def conflicts(
     recipe: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], unlisted: bool = False
 ) -> Iterator[InputError]:
-    """Yield reasons not to use a recipe: useless patterns, fused linears with different schemes, unsupported schemes.
+    """Yield the reasons why a recipe cannot be used on a model.
+
+    Such reasons are patterns that match nothing, fused linears with different schemes, and unsupported schemes.
 
     Args:
         recipe: the recipe.
         layers: layers of the model.
         assigned: result of `assign`.
-        unlisted: whether the model has towers that are not in `layers`, to which patterns may apply.
+        unlisted: whether the model has towers that are not in `layers`; if so, patterns that match nothing are allowed.
     """
     names, towers = _names(layers, beside=False), _names(layers, beside=True)
     elsewhere = set(recipe.scheme.unmatched(towers)) if towers else set()
@@ -344,7 +351,8 @@ def _without_inputs(layers: Sequence[LayerLinears], assigned: Sequence[Schemes])
         for name, scheme in schemes.items():
             if layer.beside and scheme and scheme.activation and scheme.activation.is_calibrated:
                 yield RecipeError(
-                    f"{layer.name}.{name} is outside the decoder layers and sees no calibration data, which scales of "
-                    f"{scheme.activation.describe()} inputs need; drop its override, or set activations.dynamic=true"
+                    f"{layer.name}.{name} is outside the decoder layers and sees no calibration data, but static "
+                    f"scales of {scheme.activation.describe()} inputs need some; remove its override, or set "
+                    "activations.dynamic=true"
                 )
                 return

@@ -1,4 +1,4 @@
-"""Linears that a recipe is applied to, and notes about those that get another scheme than was asked for."""
+"""Linears that a recipe is applied to, and notes about linears that get another scheme than the recipe asks for."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,8 +14,8 @@ Schemes = dict[str, LinearScheme | None]
 class LayerLinears(NamedTuple):
     """A layer's full name, its quantizable linears with their shapes (N, K), and which of them are fused.
 
-    `beside` = True for a module of a vision or audio tower instead of a decoder layer. It is quantized only by a rule
-    whose patterns match nothing in the decoder layers.
+    `beside` = True for a module of a vision or audio tower instead of a decoder layer. Such a module is quantized only
+    by rules whose patterns match nothing in the decoder layers.
     """
 
     name: str
@@ -65,8 +65,8 @@ def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequenc
 
 
 def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
-    """Return one sentence for each ggml type that another type replaces in some linears, because its blocks do not
-    divide the inputs of these linears; see `group_notes`.
+    """Return one sentence for each pair of a requested ggml type and the type that some linears get instead, because
+    their number of inputs is not a multiple of the requested type's block size. For the arguments, see `group_notes`.
     """
     others: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for layer, schemes in zip(layers, assigned, strict=True):

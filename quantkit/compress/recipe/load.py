@@ -32,21 +32,21 @@ class Recipe:
 
     Args:
         name: short name, also part of the default output directory.
-        description: what it does, when to use it, what it costs.
+        description: what the recipe does, when to use it, what it costs.
         gates: quality thresholds that `verify` checks, e.g. `recovery>=98.9`; they do not affect the checkpoint.
-        measured: KL that a search measured, and the text; None = no search wrote the recipe.
-        scheme: scheme of each linear; until `symmetric: auto` is settled, it means zero points.
+        measured: KL that a search measured, and the text that it used; None = no search wrote the recipe.
+        scheme: scheme of each linear. `symmetric: auto` means zero points here, until `settled` resolves it.
         kv_cache: number types of keys and values; None = the recipe does not set them.
-        steps: algorithms that choose the codes, by name in execution order; empty = round to nearest.
+        steps: algorithms that choose the codes, keyed by name, in execution order; empty = round to nearest.
         calibration: calibration data; None = no step needs data.
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
         embedding: type of the embedding and the head in a GGUF file; None = as in the source.
-        imatrix: file with llama.cpp's importance matrix: the mean square of each input, by which rounding errors are
-            weighted. None = all inputs count alike.
+        imatrix: file with an importance matrix of llama.cpp: the mean square of each input, which is the factor of the
+            input's squared rounding errors. None = all inputs count alike.
         seed: seed of all random choices.
         source: the recipe as plain data with every default filled in, without description, gates and `measured`.
-            Recipes with equal sources give equal checkpoints; building from it gives this recipe again.
+            Recipes with equal sources give equal checkpoints. `build` makes this recipe again from its source.
     """
 
     name: str
@@ -80,7 +80,7 @@ class _NoUseOfDataError(RecipeError):
 
 
 def shipped() -> dict[str, Path]:
-    """Return the recipe files that come with quantkit, by name."""
+    """Return the recipe files that come with quantkit, keyed by recipe name."""
     files = demo.bundled_folder("recipes").glob("*.yaml")
     return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
 
@@ -89,9 +89,9 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        name_or_path: name of a shipped recipe, or path of a .yaml file. A copy that still has a shipped recipe's name
-            is named after its file.
-        overrides: fields to replace: values, keyed by dotted path, or `path=value` texts with YAML values.
+        name_or_path: name of a shipped recipe, or path of a .yaml file. If a copied
+            file still has a shipped recipe's `name`, the recipe is named after the file.
+        overrides: new values of fields, keyed by dotted path, or `path=value` strings with YAML values.
     Raises:
         RecipeError: the recipe does not exist or has a mistake; the message gives file, dotted path, value and valid
             values.
@@ -111,8 +111,9 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         if "calibration" in data:
             raise
         raise RecipeError(
-            f"recipe {data['name']!r} uses no calibration data, so there is nothing to change; leave out --samples, "
-            "--calibration, --sequence-length and calibration.*, or use a recipe with steps such as gptq-int4"
+            f"recipe {data['name']!r} uses no calibration data, so calibration settings have no effect; leave "
+            "out --samples, --calibration, --sequence-length and calibration.*, or use a recipe with steps such as "
+            "gptq-int4"
         ) from None
 
 
@@ -135,7 +136,9 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         if document.imatrix and reads_data:
-            raise RecipeError("imatrix: takes the place of calibration data; remove steps and kv_cache, or this field")
+            raise RecipeError(
+                "imatrix: takes the place of calibration data; remove steps and kv_cache, or remove imatrix"
+            )
         calibration = _calibration(document, steps, reads_data or (activation is not None and activation.is_calibrated))
         source["calibration"] = None if calibration is None else calibration.plain
         with as_recipe_error("gates"):
@@ -159,8 +162,8 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
 
 
 def settled(recipe: Recipe, *, symmetric: bool) -> Recipe:
-    """Resolve `symmetric: auto` to `symmetric`, or to true if the weights cannot have zero points; return the same
-    recipe if it does not use `auto`.
+    """Return the recipe with `symmetric: auto` replaced by the argument, or by true if the weights cannot have zero
+    points. Return the same object if the recipe does not use `auto`.
     """
     parts = [recipe.source, *recipe.source["overrides"]]
     if not any(part.get("weights", {}).get("symmetric") == "auto" for part in parts):
@@ -179,7 +182,7 @@ def _settled(part: Mapping[str, Any], symmetric: bool) -> dict[str, Any]:
 
 
 def regrouped(recipe: Recipe, old: int, new: int) -> Recipe:
-    """Return a recipe in which weights in groups of `old` inputs are in groups of `new`, except strict ones."""
+    """Return the recipe with `group_size: old` replaced by `new` everywhere, except where the size is strict."""
 
     def part(fields: Mapping[str, Any]) -> dict[str, Any]:
         weights = fields.get("weights") or {}
@@ -212,7 +215,7 @@ def check(path: str | Path) -> list[str]:
         weights, inputs = scheme.weight.dtype, scheme.activation.dtype
         if weights.kind != inputs.kind and (weights.name, inputs.name) != _W4AFP8:
             pair = f"{weights.name} weights with {inputs.name} activations"
-            remarks.append(f"{pair}: few engines multiply integers by floats; use one kind for both")
+            remarks.append(f"{pair}: few engines multiply integers by floats; use integers or floats for both")
     return remarks
 
 
@@ -232,8 +235,8 @@ def _locate(name: str) -> Path:
 
 
 def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that affects the result as plain data, with defaults; None for sections that the
-    recipe lacks.
+    """Return everything that affects the result as plain data, with defaults; None for sections that
+    the recipe lacks.
     """
     with as_recipe_error("format"):
         format_ = FORMATS.find(document.format)
@@ -255,9 +258,11 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _embedding(name: str | None, format_: str) -> str | None:
-    """Check the type of the embedding."""
+    """Check the type of the embedding, and return it."""
     if name is not None and format_ != GGUF.name:
-        raise RecipeError(f"embedding: only format gguf stores the embedding in another type, not {format_}; remove it")
+        raise RecipeError(
+            f"embedding: only format gguf stores the embedding in another type, not {format_}; remove 'embedding'"
+        )
     if name is not None and name not in MATRIX_BLOCKS:
         hint = suggestion(name, MATRIX_BLOCKS)
         raise RecipeError(f"embedding: expected one of {', '.join(MATRIX_BLOCKS)}, found {shorten(name)}{hint}")
@@ -265,7 +270,7 @@ def _embedding(name: str | None, format_: str) -> str | None:
 
 
 def _completed(document: Document, override: Override, index: int) -> dict[str, Any]:
-    """Return one override as plain data, with missing fields from `weights`."""
+    """Return one override as plain data; fields that its `weights` lack come from the recipe's `weights`."""
     modules = list(override.modules)
     if not modules:
         raise RecipeError(f"overrides[{index}].modules: the list is empty; name at least one pattern")
@@ -273,7 +278,9 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
     if override.weights is None:
         return {"modules": modules, **(kept or {"skip": True})}
     if document.weights is None:
-        raise RecipeError(f"overrides[{index}].weights changes the recipe's 'weights', but the recipe has none")
+        raise RecipeError(
+            f"overrides[{index}].weights changes the recipe's 'weights', but the recipe has none; add 'weights'"
+        )
     return {"modules": modules, "weights": schemes.changed_weights(document.weights, override.weights), **kept}
 
 
@@ -304,7 +311,7 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
 
 
 def _check_parts(document: Document) -> None:
-    """Check the sections together: `weights` may be missing only if the recipe has just a `kv_cache`."""
+    """Check the sections together: `weights` may be missing only if the recipe quantizes nothing but the KV cache."""
     if document.weights is not None:
         return
     if document.kv_cache is None:

@@ -1,6 +1,6 @@
 """Change single fields of a recipe from the command line or Python: `weights.group_size=32`, `steps.gptq.damping=0.05`.
 
-Files cannot inherit from each other; to change more than a few fields, copy and edit the recipe.
+Recipe files cannot inherit from each other; to change more than a few fields, copy and edit the recipe.
 """
 
 import copy
@@ -20,9 +20,10 @@ def patched(data: Mapping[str, Any], overrides: Overrides) -> dict[str, Any]:
 
     Args:
         data: plain data of a recipe; not modified.
-        overrides: values, keyed by dotted path, or `path=value` texts whose value is YAML. Later ones win.
+        overrides: values, keyed by dotted path, or `path=value` strings with YAML values. If a path occurs twice, the
+            later value counts.
     Raises:
-        RecipeError: a text has no `=`, or a path does not exist in recipes; the message suggests the nearest.
+        RecipeError: a string has no `=`, or a path does not exist in recipes; the message suggests the nearest path.
     """
     result = copy.deepcopy(dict(data))
     for path, value in _pairs(overrides):
@@ -37,7 +38,7 @@ def _pairs(overrides: Overrides) -> list[tuple[str, Any]]:
     for text in [overrides] if isinstance(overrides, str) else overrides:
         path, equals, value = text.partition("=")
         if not equals:
-            raise RecipeError(f"override {text!r} has no '='; write it as weights.group_size=32")
+            raise RecipeError(f"override {text!r} has no '='; write it like weights.group_size=32")
         pairs.append((path.strip(), parse_yaml(value, f"override {text!r}", RecipeError)))
     return pairs
 
@@ -64,8 +65,8 @@ def _names(data: Mapping[str, Any]) -> list[str]:
 
 
 def _paths(data: Mapping[str, Any]) -> list[str]:
-    """Return all paths that can be replaced: whole sections, fields of a section (not of lists), and options
-    of steps.
+    """Return all paths that can be replaced: whole sections, fields of sections, and options of steps. A section that
+    is a list can only be replaced as a whole.
     """
     paths = list(Document.model_fields)
     for name, field in Document.model_fields.items():

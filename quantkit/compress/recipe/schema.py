@@ -20,9 +20,7 @@ DATA_HELP = "expected bundled, a path to a .txt or .jsonl file, or hub:NAME[:CON
 
 
 def _valid(check: Callable[[str], Any], text: str) -> Any:
-    """Return the result of `check` for a text, and convert SchemeError to ValueError, for which pydantic reports the
-    location.
-    """
+    """Return `check(text)`. Convert a SchemeError to ValueError, so that pydantic adds the location in the file."""
     try:
         return check(text)
     except SchemeError as error:
@@ -82,7 +80,7 @@ def _name(value: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
         return value
     raise ValueError(
-        f"expected letters, digits, '.', '_' and '-' (it becomes part of a directory), found {shorten(value)}"
+        f"expected letters, digits, '.', '_' and '-' (it becomes part of a directory name), found {shorten(value)}"
     )
 
 
@@ -114,8 +112,8 @@ class RecipeSection(BaseModel):
 
 
 class GroupSizeSection(RecipeSection):
-    """`group_size:` of weights as a mapping. `strict` = refuse linears whose number of inputs the size does
-    not divide.
+    """`group_size:` of weights as a mapping. With `strict: true`, refuse linears whose number of inputs is
+    not a multiple of the size, instead of lowering the size.
     """
 
     size: Positive
@@ -132,7 +130,7 @@ class WeightsSection(RecipeSection):
 
 
 class WeightChanges(RecipeSection):
-    """`weights:` of an override; None = use the recipe's weights."""
+    """The section `weights:` of an override; None = use the field of the recipe's own `weights:`."""
 
     dtype: DTypeName | None = None
     group_size: GroupSize | None = None
@@ -153,7 +151,7 @@ Granularity = Literal["tensor", "head", "token", "channel"]
 
 
 class CacheSide(RecipeSection):
-    """`keys:` or `values:` of `kv_cache:`; None = use the setting for both, or else the number type's default."""
+    """`keys:` or `values:` of `kv_cache:`. None = use the field of `kv_cache:` itself, or else the type's default."""
 
     dtype: DTypeName | None = None
     granularity: Granularity | None = None
@@ -173,7 +171,7 @@ class KVCacheSection(RecipeSection):
 
 
 class Override(RecipeSection):
-    """One entry of `overrides:`: changed weights, no quantization, or the source's codes for some modules."""
+    """One entry of `overrides:`. It changes `weights`, skips quantization or keeps the source's codes."""
 
     modules: Patterns
     weights: WeightChanges | None = None
@@ -182,14 +180,14 @@ class Override(RecipeSection):
 
     @model_validator(mode="after")
     def _check_one(self) -> "Override":
-        # `weights` beside `keep` give the scheme in which the source's codes are written, exactly.
+        # With `keep`, `weights` is the scheme in which the source's codes are written without loss.
         if [self.weights or self.keep, self.skip].count(None) != 1:
             raise ValueError("give one of 'weights', 'skip: true' and 'keep: source', or 'keep: source' with 'weights'")
         return self
 
 
 class CalibrationSection(RecipeSection):
-    """The section `calibration:`: which samples the steps use.
+    """The section `calibration:`: samples for the steps and for static scales.
 
     Args:
         data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[:CONFIG]`.
@@ -198,8 +196,8 @@ class CalibrationSection(RecipeSection):
         field: key of the text in a .jsonl line or a hub row.
         split: split of a hub data set.
         images: "bundled", a folder of image files, or a .jsonl file with images; for multimodal models.
-        experts: whether statistics of experts use "all" tokens, or only those "routed" to each.
-        inputs: inputs of a layer: outputs of the "quantized" earlier layers, or of the "original" ones.
+        experts: whether statistics of experts use "all" tokens, or only those "routed" to each expert.
+        inputs: what a layer is calibrated on: outputs of the earlier layers in the "quantized" or the "original" model.
     """
 
     data: Annotated[str, AfterValidator(_data)] = "bundled"
@@ -213,12 +211,12 @@ class CalibrationSection(RecipeSection):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return the section as plain data; `inputs` only if set, so that older recipes keep their identity."""
+        """Return the section as plain data; omit `inputs: quantized`, so that older recipes keep their identity."""
         return self.model_dump(exclude=None if self.inputs == "original" else {"inputs"})
 
 
 class Measured(RecipeSection):
-    """The section `measured:`, which a search writes for the reader; it affects no number.
+    """The section `measured:`, which a search writes for the reader; it does not affect the checkpoint.
 
     Args:
         kl: mean KL of the compressed model to the original, in nats per token.
@@ -233,7 +231,7 @@ class Measured(RecipeSection):
 
 
 class Document(RecipeSection):
-    """A whole recipe file; the entries of `steps` are checked against the algorithms' own fields."""
+    """A whole recipe file; `build_steps` checks the entries of `steps` against the fields of the algorithms."""
 
     name: Annotated[str, AfterValidator(_name)]
     description: str = ""
@@ -266,8 +264,8 @@ _EXPECTED = {
 
 @contextmanager
 def as_recipe_error(path: str) -> Iterator[None]:
-    """While open, convert errors to RecipeError with a message that begins with `path`: the file, or a location
-    in it.
+    """Convert errors in this context to RecipeError with a message that begins with `path`: a file, or a location in a
+    recipe.
     """
     try:
         yield
@@ -291,7 +289,7 @@ def validate(model: type[S], data: Any, prefix: str = "") -> S:
     except ValidationError as error:
         details = error.errors(include_url=False)
         path = _dotted(details[0]["loc"], prefix)
-        others = f" (and {len(details) - 1} more like it)" if len(details) > 1 else ""
+        others = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
         raise RecipeError(f"{path}{': ' if path else ''}{_explain(details[0])}{others}") from None
 
 
@@ -314,7 +312,7 @@ def _explain(details: Any) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
-        # pydantic writes Python's True, the file is YAML.
+        # pydantic writes Python's True, but the file is YAML.
         expected = context["expected"].replace("True", "true")
         options = re.findall(r"'([^']*)'", expected)
         return f"expected {expected}, found {shorten(value)}{suggestion(shorten(value), options)}"

@@ -11,23 +11,23 @@ from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme
 from quantkit.numerics.scheme import ActivationScheme, CacheScheme, KVScheme, WeightScheme
 
-# Default granularity of each number type; "token" for the others. Floats work with one scale for all tokens, integers
-# need one per token. int4 keys need one per channel, because their sizes differ far more by channel than by token.
+# Default granularity of number types; "token" for types not listed. Floats work with one scale for all tokens; integers
+# need one scale per token. int4 keys need one per channel: keys differ in size far more by channel than by token.
 _GRANULARITY = {("keys", "fp8"): "tensor", ("values", "fp8"): "tensor", ("keys", "int4"): "channel"}
 
 
 def weight_fields(weights: schema.WeightsSection) -> dict[str, Any]:
-    """Return `weights` as plain data, with the default group size of its number type."""
+    """Return `weights` as plain data, with `group_size: auto` replaced by the number type's default."""
     fields = weights.model_dump()
     return fields if fields["group_size"] != "auto" else {**fields, "group_size": _own_group(fields["dtype"])}
 
 
 def changed_weights(weights: schema.WeightsSection, changes: schema.WeightChanges) -> dict[str, Any]:
-    """Return the weights of an override as plain data, with missing fields from the recipe's weights.
+    """Return the `weights` of an override as plain data. Fields that it lacks come from the recipe's `weights`.
 
     Args:
-        weights: weights of the recipe.
-        changes: weights of the override.
+        weights: section `weights` of the recipe.
+        changes: section `weights` of the override.
     """
     inherited, given = weight_fields(weights), changes.model_dump(exclude_none=True)
     dtype = given.get("dtype", inherited["dtype"])
@@ -39,7 +39,7 @@ def changed_weights(weights: schema.WeightsSection, changes: schema.WeightChange
 
 
 def activation_fields(activations: schema.ActivationsSection) -> dict[str, Any]:
-    """Return `activations` as plain data, with the default group size of its number type."""
+    """Return `activations` as plain data, with a missing group size replaced by the number type's default."""
     fields = activations.model_dump()
     return {**fields, "group_size": fields["group_size"] or find_dtype(fields["dtype"]).group}
 
@@ -48,7 +48,7 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
     """Return the scheme of a weight.
 
     Args:
-        fields: plain data from a function of this module.
+        fields: plain data from `weight_fields` or `changed_weights`.
         path: location in the recipe file, for messages.
     Raises:
         RecipeError: the scheme is not valid.
@@ -99,25 +99,30 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
     Args:
         section: section of the recipe.
     Raises:
-        RecipeError: no cache has this number type or granularity, or the settings contradict each other.
+        RecipeError: a KV cache cannot have this number type or granularity, or settings contradict each other.
     """
     key, value = _side(section, "keys"), _side(section, "values")
     if section.rotation != "none" and key.granularity != "token":
         raise RecipeError(
-            f"kv_cache.rotation: {section.rotation} only helps keys with one scale per token, and keys are "
-            f"{key.describe()}; set kv_cache.keys.granularity=token or rotation=none"
+            f"kv_cache.rotation: {section.rotation} only helps keys with one scale per token, but keys are "
+            f"{key.describe()}; set kv_cache.keys.granularity=token or kv_cache.rotation=none"
         )
     if key.is_fixed != value.is_fixed or (key.is_fixed and key.granularity != value.granularity):
+        rule = (
+            "fixed scales must have the same granularity for both"
+            if key.is_fixed and value.is_fixed
+            else "either both or neither must have fixed scales"
+        )
         raise RecipeError(
-            f"kv_cache: keys are {key.describe()} and values {value.describe()}; either both or neither must have "
-            "fixed scales, and both the same granularity; set kv_cache.granularity for both"
+            f"kv_cache: keys are {key.describe()} and values are {value.describe()}, but {rule}; set only "
+            "kv_cache.granularity, which applies to both"
         )
     scheme = KVScheme(key=key, value=value, rotation=section.rotation)
     return CacheGoal(scheme=scheme, outliers=section.outliers == "detect", remedy=section.remedy, clip=section.clip)
 
 
 def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
-    """Return the section as plain data with every default filled in.
+    """Return the section `kv_cache` as plain data with every default filled in.
 
     Raises:
         RecipeError: see `build_cache`.

@@ -1,4 +1,4 @@
-"""Build the `steps:` of a recipe: look up names among the algorithms, and check options against their fields."""
+"""Build the `steps:` of a recipe: look up each algorithm by name, and check options against its fields."""
 
 import dataclasses
 from typing import Any, get_type_hints
@@ -13,7 +13,7 @@ from quantkit.safety.untrusted import shorten
 
 
 def build_steps(items: list[Any]) -> dict[str, Step]:
-    """Return the steps of a recipe by name, in order, with every option filled in.
+    """Return the steps of a recipe in order, keyed by name, with every option filled in.
 
     Args:
         items: entries of the file: a name, or a name with its options.
@@ -36,7 +36,7 @@ def build_steps(items: list[Any]) -> dict[str, Step]:
 
 
 def step_name(item: Any) -> str | None:
-    """Return the name of one entry of `steps:`, normalized; None if it has no valid one."""
+    """Return the name of one entry of `steps:`, normalized; None if the entry has no valid name."""
     name = next(iter(item), None) if isinstance(item, dict) and len(item) == 1 else item
     return name.replace("_", "-") if isinstance(name, str) else None
 

@@ -1,4 +1,4 @@
-"""Check that a checkpoint and its original belong together, and that the files are those that were written.
+"""Check that a checkpoint and its original belong together, and that the checkpoint's files have not changed.
 
 The checks read configs, headers, tokenizers and hashes before a model is loaded.
 """
@@ -46,7 +46,7 @@ class Pair:
         manifest: contents of quantkit.json; empty if there is none.
         made: contents of quantkit-run.json; empty if there is none.
         gates: gates to check.
-        gates_given: whether the user named the gates; otherwise they are the recipe's.
+        gates_given: whether the user named the gates; otherwise they come from the recipe.
         hashes: SHA-256 of the checkpoint's files, keyed by name.
         notes: unusual facts, for the user.
     """
@@ -72,7 +72,7 @@ class Pair:
         """Whether a step of the recipe moved scales between modules; None if quantkit.json does not say.
 
         Raises:
-            ModelError: a step replaced the model, so none of its linears can be used in the original.
+            ModelError: a step changed the whole model, so its linears cannot be used in the original.
         """
         steps = section(self.manifest, "recipe").get("steps")
         try:
@@ -86,11 +86,11 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
 
     Args:
         checkpoint: directory of the compressed model.
-        baseline: directory or hub id of the original; None = the one that quantkit-run.json names.
-        gates: gates to check; None = those of the recipe.
+        baseline: directory or hub id of the original; None = the model that quantkit-run.json names.
+        gates: gates to check; None = the recipe's gates.
     Raises:
         ModelError, DataError: a model does not exist, or the vocabularies differ.
-        CheckpointError: a file is damaged, or not the one that was written.
+        CheckpointError: a file is damaged, or has changed since it was written.
         GateError: a gate is not valid.
     """
     # Check the user's own gates first, so that a typing error is reported before gigabytes are hashed.
@@ -120,7 +120,7 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
 
 
 def check_gates(gates: Iterable[str]) -> tuple[str, ...]:
-    """Return gates in the form in which they will be checked.
+    """Check that gates are valid, and return them in canonical form, each once.
 
     Raises:
         GateError: a gate is not valid, or two gates on the same metric cannot both hold.
@@ -138,13 +138,13 @@ def check_files(reader: CheckpointReader, manifest: Mapping[str, Any]) -> tuple[
     """Hash a checkpoint's weight files and compare them with the hashes in quantkit.json.
 
     Returns:
-        SHA-256 by file name, and a note if quantkit.json has no hashes.
+        SHA-256 of each file, keyed by file name; and notes: one if quantkit.json has no hashes, otherwise none.
     Raises:
-        CheckpointError: a file differs from the one that was written.
+        CheckpointError: a file has changed since it was written.
     """
     known = section(manifest, "files")
     if not known:
-        note = f"{reader.path.name} has no {MANIFEST} with hashes, so quantkit could not check its files."
+        note = f"{reader.path.name} has no {MANIFEST} with hashes, so quantkit cannot tell whether its files changed."
         # Hash the files nevertheless, so that the report identifies the files that it is about.
         return {file.name: file_digest(file) for file in reader.files}, (note,)
     return {file.name: _checked_digest(file, section(known, file.name)) for file in reader.files}, ()
@@ -183,7 +183,7 @@ def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> 
     if model == "demo":
         return "demo model", DEMO_MODEL
     if not isinstance(model, str):
-        raise ModelError(f"{path} does not name its original; give it as --baseline")
+        raise ModelError(f"{path} does not name the model it was made from; give that model as --baseline")
     if not Path(model).is_dir():  # without the user's word, quantkit downloads nothing that a file names
         raise ModelError(
             f"{path} was made from {shorten(model)}, which does not exist here; give the original as --baseline"
@@ -203,10 +203,10 @@ def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) ->
 
 
 def check_output(path: Path) -> None:
-    """Refuse an output path for reports that is a file, or a directory whose report files are not from quantkit.
+    """Check that a report can be written to a path.
 
     Raises:
-        OutputError: the path is such a file or directory.
+        OutputError: the path is a file, or a directory with a report file that quantkit did not write.
     """
     if path.exists() and not path.is_dir():
         raise OutputError(f"output {path} is a file; give a directory for the report")
@@ -240,7 +240,7 @@ def model_facts(path: Path, name: str) -> ModelFacts:
 
 
 def compression(pair: Pair) -> CompressionResult | None:
-    """Return the record of the compression; None if there is none, or another version wrote it."""
+    """Return the record of the compression; None if there is no record or another version of quantkit wrote it."""
     try:
         return CompressionResult.from_dict(pair.made)
     except ReportError:
@@ -281,15 +281,15 @@ def _license(path: Path) -> str | None:
 
 
 def set_aside(report: Report, path: Path) -> tuple[Report, Path]:
-    """Rename a checkpoint that failed to `<path>.failed`, replacing an earlier failed one.
+    """Rename a checkpoint that did not pass verification: append `.failed`, and replace an earlier checkpoint there.
 
     Args:
-        report: its report.
-        path: its directory.
+        report: report about the checkpoint.
+        path: directory of the checkpoint.
     Returns:
         The report with the new name, and the new directory.
     Raises:
-        OutputError: `<path>.failed` is not a checkpoint, or renaming fails.
+        OutputError: `<path>.failed` exists but is not a checkpoint, or renaming fails.
     """
     target = path.with_name(f"{path.name}.failed")
     try:

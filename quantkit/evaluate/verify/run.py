@@ -2,7 +2,7 @@
 
 The checkpoint and its original both run in the bundled runtime, with the same settings except those that belong to the
 compression (KV cache, quantized head, speculation). The original also runs in another dtype; the
-resulting changes are noise. Evaluation comes first, and its models are freed before anything is timed.
+changes that this causes are noise. The models are evaluated first, and freed before anything is timed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32,
 
 
 def of_the_original(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an engine, quantkit's or vLLM's, without those that belong to the compression."""
+    """Return settings of an engine, quantkit's or vLLM's, without the settings that belong to the compression."""
     return {name: value for name, value in settings.items() if name not in OF_THE_COMPRESSION}
 
 
@@ -65,9 +65,10 @@ class VerifyOptions:
 
     Args:
         evaluation: tasks and texts for both models.
-        text: name of the text on which distributions are compared; None = the first text of the evaluation.
+        text: name of the text on which distributions are compared; None = the first text of the evaluation, or a
+            shipped text.
         noise: whether to run the original in another dtype too, to measure noise.
-        bench: what to time; None = nothing.
+        bench: workloads to time; None = time nothing.
         sensitivity: whether to make a sensitivity map; None = only if an accuracy gate fails.
         engine: keywords of `LLM` for both models; KV cache, KV budget, head and speculation apply only to the
             checkpoint.
@@ -90,6 +91,8 @@ def check_options(options: VerifyOptions) -> None:
 
     Raises:
         DataError: lm-eval is missing, or a suite or text does not exist.
+        InputError: vLLM is missing.
+        RequestError: vLLM lacks a setting, or a sensitivity map is requested with vLLM.
     """
     check_evaluation(options.evaluation)
     if options.text is not None:
@@ -158,7 +161,7 @@ class _Verification:
 
     @property
     def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
-        """Return directory and keywords of `LLM`, for the checkpoint and for the original."""
+        """(directory, keywords of `LLM`) of the checkpoint and of the original."""
         engine = {name: value for name, value in self.options.engine.items() if value is not None}
         return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine))
 
@@ -192,7 +195,10 @@ class _Verification:
         return fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
 
     def _noise(self, original: LLM, windows: Windows, data: str) -> tuple[EvaluationResult | None, FidelityResult]:
-        """Evaluate the original in another dtype, compare distributions on part of the text, and free that model."""
+        """Evaluate the original in another dtype, and compare the distributions in both dtypes on part of the text.
+
+        The model in the other dtype is freed.
+        """
         source, plain = self.sides[1]
         dtype = other_arithmetic(dtype_name(original.model.dtype))
         self.progress(f"noise: the original again, in {dtype}")
@@ -201,9 +207,7 @@ class _Verification:
         return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
-        """Build the report of these results and check the accuracy gates, which decide whether a sensitivity map is
-        made.
-        """
+        """Build the report of these results and check the gates; failed accuracy gates cause a sensitivity map."""
         pair, ours, baseline = self.pair, fields["evaluation"], fields["baseline"]
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
@@ -216,14 +220,19 @@ class _Verification:
         return replace(report, gates=tuple(evaluate_gates(report, self.gates(report))))
 
     def gates(self, report: Report) -> tuple[str, ...]:
-        """Return the gates to check; behaviour that the original shows often enough adds gates to those of a recipe."""
+        """Return the gates to check: the user's gates; or the recipe's gates, and gates on behaviour that the original
+        shows often enough.
+        """
         own = () if self.pair.gates_given or not self.pair.gates else behaviour_gates(report)
         return tuple(dict.fromkeys((*self.pair.gates, *own)))
 
     def _behaviour(
         self, llm: LLM, original: LLM
     ) -> tuple[BehaviourResult | None, tuple[Sequence[Trace] | None, Sequence[Trace] | None], tuple[str, ...]]:
-        """Return margins, answers of the original and of the checkpoint, and notes; nothing if no test is asked for."""
+        """Return the comparison of behaviour, the answers of the original and of the checkpoint, and notes.
+
+        All of them are None or empty if no test is requested.
+        """
         asked = self.options.evaluation
         plan = behaviour_plan(original, asked)
         own = plan and behaviour_plan(llm, replace(asked, behaviour=True))  # a lost template is an error
@@ -253,8 +262,9 @@ class _Verification:
         return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"), traces=traces)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
-        """Add the sensitivity map to the report, if it was requested or an accuracy gate failed, and if it
-        is possible.
+        """Add a sensitivity map to the report if it was requested or an accuracy gate failed.
+
+        If the map was not requested and cannot be made, add a note instead.
         """
         asked = self.options.sensitivity
         if not (failed_accuracy(report) if asked is None else asked):
@@ -279,7 +289,10 @@ class _Verification:
         return replace(report, sensitivity=measured)
 
     def served_answers(self, vllm: Mapping[str, Any]) -> tuple[Report, str]:
-        """Evaluate in vLLM, one model at a time, and compute distances from the likeliest tokens of each position."""
+        """Evaluate both models in vLLM, one after the other, and return as `answers` does.
+
+        The distances are bounds, which are computed from the likeliest tokens at each position.
+        """
         (path, engine), (source, plain) = self.sides
         text: list[Any] = []  # name, content, notes and windows; the first model cuts the windows
 
@@ -341,14 +354,14 @@ class _Verification:
 
 
 def _fidelity_tokens(options: VerifyOptions) -> int:
-    """Number of tokens on which distributions are compared: fewer than usual if perplexity reads fewer, too."""
+    """Return the number of tokens on which distributions are compared: `MAX_TOKENS`, or --text-tokens if smaller."""
     asked = options.evaluation.text_tokens
     return MAX_TOKENS if asked == "all" else min(MAX_TOKENS, int(asked))
 
 
 def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
-    """Return name, content and notes of the text for distributions: the requested one, the evaluation's first, or a
-    shipped one.
+    """Return name, content and notes of the text on which distributions are compared: the requested text, the first
+    text of the evaluation, or a shipped text.
     """
     asked = options.evaluation
     names = [options.text, *asked.texts]

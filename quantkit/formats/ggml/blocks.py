@@ -1,8 +1,8 @@
 """Blocks of GGUF tensors: store codes as blocks without loss, round float values to blocks, and decode blocks.
 
 The gguf package provides types, sizes, ggml's own rounding and all dequantizing. On CPUs it rounds two to three times
-as fast as torch and gives the same bytes. The package cannot convert codes to blocks, so this module does. It
-cannot encode K-quants either: `numerics.super_blocks` searches their scales and minimums, and `k_quants` packs them.
+as fast as torch and gives the same bytes. The package cannot convert codes to blocks, so this module does. Nor can the
+package encode K-quants: `numerics.super_blocks` searches their scales and minimums, and `k_quants` packs them.
 Shapes: N outputs, K inputs, M blocks; the last dimension holds the bytes of a block.
 Source: ggml `src/ggml-common.h`, `src/ggml-quants.c`.
 """
@@ -45,7 +45,7 @@ def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = No
     Args:
         values: (..., K), any float dtype; K must be a multiple of the block's values.
         block: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, or Q2_K to Q6_K.
-        importance: (K,) weight of each input's squared error, for K-quants.
+        importance: (K,) weight of each input's squared error, used only for K-quants.
     Returns:
         uint8 bytes in file order, in any shape.
     """

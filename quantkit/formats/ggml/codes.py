@@ -42,7 +42,7 @@ SCHEMES = {
 }
 """Scheme of each type that is read as codes, keyed by ggml's name of the type."""
 LOCAL_NAMES = {f"weight_{name.lower()}": name for name in SCHEMES}
-"""ggml's name of the type, keyed by the local name of a tensor of its blocks (N, bytes of a row)."""
+"""ggml's name of each type, keyed by the local name of the tensor that holds its blocks (N, bytes of a row)."""
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
 
@@ -113,7 +113,7 @@ _NIBBLES, _PAIRS, _BITS = (0, 4), (0, 2, 4, 6), tuple(range(8))
 
 
 def _simple(offset: int, *, minimum: bool = False, fifth: bool = False) -> Callable[[Tensor], Parts]:
-    """Return the reader of a block of 32 with a scale, perhaps a minimum and a fifth bit, and nibbles at `offset`."""
+    """Return a reader of blocks of 32 values: a scale, optionally a minimum and fifth bits, and nibbles at `offset`."""
 
     def read(blocks: Tensor) -> Parts:
         codes = _fields(blocks[:, offset:], 16, _NIBBLES)

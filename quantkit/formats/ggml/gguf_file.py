@@ -122,13 +122,13 @@ def write_gguf_file(
 ) -> dict[str, str]:
     """Write one file as a stream.
 
-    The gguf package writes only the header: it accepts a tensor as one array, while this function streams chunks of
-    embeddings that are gigabytes large.
+    The gguf package writes only the header, because it accepts a tensor only as one array. This function writes a
+    tensor in chunks, because embeddings can be gigabytes large.
 
     Args:
         path: path of the file; an existing file is replaced.
-        metadata: bool, int (u32), float (f32), str, or a non-empty list of one of these types (ints become i32); the
-            first key is general.architecture.
+        metadata: entries, keyed by name: bool, int (u32), float (f32), str, or a non-empty list of one of these types
+            (ints become i32); general.architecture is required.
         tensors: type and shape (outermost first), keyed by name.
         contents: bytes of each tensor, in the order of `tensors`.
     Returns:
@@ -141,7 +141,7 @@ def write_gguf_file(
     writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))
     for key, value in entries.items():
         if not _fits(value):
-            raise CheckpointError(f"{key} {shorten(value)} cannot be stored in a GGUF file; correct the model's files")
+            raise CheckpointError(f"{key}: {shorten(value)} cannot be stored in a GGUF file; correct the model's files")
         kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for name, (block, shape) in tensors.items():
@@ -275,17 +275,19 @@ def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
     name = cursor.string("the name of a tensor")
     num_dims = cursor.unpack("I", f"the dimensions of {name!r}")
     if num_dims > _MAX_DIMS:
-        raise cursor.error(f"tensor {name!r} has {num_dims} dimensions")
+        raise cursor.error(f"tensor {name!r} has {num_dims} dimensions, over the limit of {_MAX_DIMS}")
     shape = tuple(cursor.unpack("Q", f"a dimension of {name!r}") for _ in range(num_dims))[::-1]
     number = cursor.unpack("I", f"the type of {name!r}")
     if number not in iter(Block):
         raise cursor.error(f"tensor {name!r} has the unknown type {number}")
     block = Block(number)
     # 2^60 elements of 8 bytes are the end of signed 64-bit offsets.
-    if math.prod(shape) > 1 << 60 or (shape and shape[-1] % block_values(block)):
+    if math.prod(shape) > 1 << 60:
+        raise cursor.error(f"tensor {name!r} has shape {shape}, which is too large")
+    if shape and shape[-1] % block_values(block):
         raise cursor.error(
-            f"tensor {name!r} has shape {shape}; it is too large, or its last dimension is not a multiple of the "
-            f"{block_values(block)} values in a {block.name} block"
+            f"tensor {name!r} has shape {shape}, whose last dimension is not a multiple of the {block_values(block)} "
+            f"values in a {block.name} block"
         )
     offset = cursor.unpack("Q", f"the offset of {name!r}")
     return name, GGUFTensor(block=block, shape=shape, offset=offset, num_bytes=num_bytes(block, shape))

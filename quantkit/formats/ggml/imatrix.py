@@ -118,7 +118,7 @@ def _from_gguf(file: GGUFFile) -> ImportanceMatrix:
 
 
 def _matrix(file: GGUFFile, name: str) -> Tensor:
-    """Return a float32 tensor as a matrix whose rows are its last dimension."""
+    """Read a float32 tensor as a matrix: the last dimension stays, and all others become rows."""
     info = file.tensors.get(name)
     if info is None or info.block != Block.F32 or not info.num_bytes:
         raise CheckpointError(f"{file.path} has no float32 tensor {shorten(name)}; make the importance matrix again")

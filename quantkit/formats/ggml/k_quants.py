@@ -34,7 +34,7 @@ def round_to_k_blocks(values: Tensor, dtype: DType, importance: Tensor | None = 
         values: (M, values of a block) float32.
         dtype: a type of ggml.
         importance: weights of the squared errors, >= 0, of the same shape. As in ggml, they are multiplied by a factor
-            that grows with each value's size within its block. None = only the sizes of the values weight the errors.
+            that grows with each value's size within its block. None = weights depend only on the sizes of the values.
     Returns:
         (M, bytes of a block) uint8.
     """
@@ -53,8 +53,8 @@ def round_to_k_blocks(values: Tensor, dtype: DType, importance: Tensor | None = 
 
 
 def size_weights(values: Tensor, dtype: DType, importance: Tensor | None) -> Tensor:
-    """Return weights of the squared errors of values (M, values of a block), from their sizes as in ggml."""
-    if importance is not None:  # times a factor for the size of a value within its block
+    """Return weights of the squared errors of values (M, values of a block), from the sizes of values as in ggml."""
+    if importance is not None:  # multiplied by a factor for the size of a value within its block
         return importance * (2 * values.square().mean(1, keepdim=True) + values.square()).sqrt()
     if not dtype.has_minimums:
         return values.square()
@@ -82,8 +82,8 @@ def pack_q6_k(codes: Tensor, scales: Tensor, step: Tensor) -> Tensor:
 
 
 def _fields(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
-    """Pack small numbers (M, n) into bytes (M, n / len(shifts)) in runs: of each run of bytes, the first numbers go to
-    the lowest field of all its bytes, the next numbers to the field above, and so on.
+    """Pack small numbers (M, n) into bytes (M, n / len(shifts)), in runs of `run` bytes. The first `run` numbers fill
+    the lowest field of all bytes of the run, the next `run` numbers the field above, and so on.
     """
     fields = values.reshape(len(values), -1, len(shifts), run)
     moved = fields << torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1)

@@ -1,4 +1,4 @@
-/* Activations as they come from torch: float32 or bf16, read and written as floats, sixteen lanes under a mask. */
+/* Load and store sixteen activations under a lane mask: float32, bf16 or fp16 in memory, floats in registers. */
 #pragma once
 #include "quantkit.h"
 

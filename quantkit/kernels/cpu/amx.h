@@ -1,11 +1,11 @@
-/* Products by tiles of AMX, of bf16 or of bytes: up to 16 tokens by 64 outputs at a time, or 32 tokens by 32.
+/* Products of bf16 or of bytes with AMX tiles: up to 16 tokens x 64 outputs, or 32 tokens x 32 outputs, at a time.
 
-   The layout of linear.h is what the unit takes on the right: a row of a tile is a unit of inputs (a pair of bf16, or a
-   quad of bytes: 4 bytes) of 16 outputs. On the left it takes up to 16 tokens. */
+   A panel of linear.h can be loaded as the right factor as it is: each row of a tile holds one unit of inputs for 16
+   outputs. A unit is 4 bytes: two bf16 numbers or four int8 codes. A tile of the left factor holds up to 16 tokens. */
 #pragma once
 #include "quantkit.h"
 
-/* Whether this library multiplies by tiles; the system is asked for them at the first call. */
+/* Whether this library multiplies with AMX tiles. The first call asks the operating system for permission. */
 QK_EXPORT int qk_has_amx(void);
 
 #if QK_AVX512 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -14,10 +14,12 @@ QK_EXPORT int qk_has_amx(void);
 enum { SQUARE = 32 };
 #define QK_FENCE __asm__ volatile("" ::: "memory") /* gcc does not know that tiles are loaded from memory */
 
-/* Units that are multiplied at once: all of a tile, or half of them. 0: groups of `width` units fit neither. */
+/* Return the number of units that are multiplied at once: 16 (a whole tile), 8, or 0 if neither divides `width`, the
+   number of units in a group. */
 QK_INLINE int64_t qk_tile_step(int64_t width) { return width % 16 == 0 ? 16 : width % 8 == 0 ? 8 : 0; }
 
-/* Shape this thread's tiles; `_tile_release` must follow the last product. 0 to 3: sums; 4 and 5: tokens; 6 and 7: outputs. */
+/* Configure this thread's tiles; the caller must call `_tile_release` after the last product. Tiles 0 to 3 hold sums, 4
+   and 5 tokens, 6 and 7 outputs. */
 QK_INLINE void qk_shape_tiles(int64_t step, int64_t tokens) {
     struct {
         uint8_t palette, start, reserved[14];
@@ -32,7 +34,8 @@ QK_INLINE void qk_shape_tiles(int64_t step, int64_t tokens) {
     _tile_loadconfig(&shapes);
 }
 
-/* Inputs of 32 tokens from `token` on, [block of 16 tokens][step][token][unit]; missing tokens become zeros. */
+/* Pack the inputs of 32 tokens from `token` on as [block of 16 tokens][step][token][unit]; zeros replace missing
+   tokens. */
 QK_INLINE void qk_pack_tokens(const void *x, int64_t tokens, int64_t units, int64_t step, int64_t token, void *packed) {
     const uint8_t *from = x;
     for (int64_t m = token; m < token + SQUARE; m++) {
@@ -44,7 +47,7 @@ QK_INLINE void qk_pack_tokens(const void *x, int64_t tokens, int64_t units, int6
     }
 }
 
-/* All inputs for tiles, in the calling thread's memory; NULL when memory is out. */
+/* Pack all inputs for tiles into scratch memory of the calling thread. Returns NULL if out of memory. */
 static inline const uint8_t *qk_pack(const void *x, int64_t tokens, int64_t units, int64_t step, int threads) {
     uint8_t *packed = qk_scratch(QK_SLOT_LINEAR_TILES, (size_t)((tokens + SQUARE - 1) / SQUARE * SQUARE * 4 * units));
     if (!packed) return NULL;
@@ -60,8 +63,9 @@ static inline const uint8_t *qk_pack(const void *x, int64_t tokens, int64_t unit
     _tile_zero(3); \
     QK_FENCE
 
-/* sums (32, 32), of floats or of int32, = x w' over `count` units. w: two blocks of outputs of a panel; x: packed tokens,
-   the second block `next` bytes after the first; multiply: _tile_dpbf16ps or _tile_dpbsud. */
+/* Compute sums (32, 32) = x w' over `count` units, as floats or int32. w: two blocks of 16 outputs of a panel. x:
+   packed tokens; the second block of 16 tokens begins `next` bytes after the first. multiply: _tile_dpbf16ps or
+   _tile_dpbsud. */
 #define QK_MULTIPLY_SQUARE(multiply, w, x, next, step, count, sums) \
     do { \
         const uint8_t *right = (const uint8_t *)(w), *left = (const uint8_t *)(x); \
@@ -83,7 +87,7 @@ static inline const uint8_t *qk_pack(const void *x, int64_t tokens, int64_t unit
         QK_FENCE; \
     } while (0)
 
-/* sums (tokens, 64) of at most 16 tokens and a whole panel. x: not packed, `stride` bytes per token. */
+/* Compute sums (tokens, 64) for at most 16 tokens and a whole panel. x: not packed, `stride` bytes per token. */
 #define QK_MULTIPLY_STRIP(multiply, w, x, stride, step, count, sums) \
     do { \
         const uint8_t *right = (const uint8_t *)(w), *left = (const uint8_t *)(x); \

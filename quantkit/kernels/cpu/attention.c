@@ -1,10 +1,13 @@
-/* Attention of new tokens to cached pages and to each other, any mixture of lengths; see quantkit/kernels/reference/attention.py.
+/* Attention of new tokens to cached pages and to each other, for any mixture of lengths. The results are defined in
+   quantkit/kernels/reference/attention.py.
 
-   A task is one key head of one sequence and a few new tokens: its rows are (token, query head of the group). It walks
-   the keys it sees in blocks of at most 64 tokens of one page, then the fresh ones: dequantize the keys once for all rows,
-   scores, online softmax, dequantize the values, add. Scales never touch the values themselves: those of a token multiply
-   scores and weights, those of a channel multiply the query once per page. Where the CPU can, models in bf16 ("half")
-   multiply codes, queries and weights in bf16, which holds codes exactly, and add in float32; all else is float32. */
+   A task covers one key head and a few new tokens of one sequence. Each of its rows is one of these tokens with one of
+   the query heads that share the key head. A task first goes through the cached keys, in blocks of at most 64 tokens of
+   one page, and then through the new keys. For each block, it dequantizes the keys once for all rows, computes scores,
+   updates the online softmax, dequantizes the values and adds them. Codes are never multiplied by scales: scales per
+   token multiply scores and softmax weights, and scales per channel multiply the query once per page. If the CPU has
+   products of bf16, a bf16 model ("half") multiplies codes, queries and weights in bf16, which holds codes exactly, and
+   adds in float32. Everything else is float32. */
 #include "attention.h"
 #include "attention_tiles.h"
 #include "kv_half.h"
@@ -12,28 +15,28 @@
 enum { ROWS = 32 };
 
 typedef struct {
-    int64_t sequence, start, first, count; /* new tokens first .. first + count of the sequence, which start at `start` */
+    int64_t sequence, start, first, count; /* new tokens first .. first + count; start: the first new token's row */
 } task;
 
-/* What a task works on; all in one piece of scratch memory. `plain`, `scaled` and `block` hold floats or bf16. */
+/* Memory of a task, all in one piece of scratch memory. `plain`, `scaled` and `block` hold floats or bf16. */
 typedef struct {
     int half;
-    int64_t rows, query_width, value_width; /* widths rounded up to 16, or 32 when half */
-    int64_t folded_page;                    /* whose channel scales are in `scaled` and `bias`; -1: none */
+    int64_t rows, query_width, value_width; /* widths rounded up to a multiple of 16, or 32 if half */
+    int64_t folded_page;                    /* page whose channel scales are in `scaled` and `bias`; -1: none */
     float *query, *scores, *out, *maximum, *total, *zero_total, *query_sum, *bias;
     char *plain, *scaled, *block;
 } state;
 
-/* Where the keys or values of one block come from, and what their codes are worth. */
+/* One block of keys or values: its position, and the scales and zeros of its codes. */
 typedef struct {
-    int64_t position, tokens; /* of its first token in the sequence; how many */
+    int64_t position, tokens; /* position of the first token in the sequence; number of tokens */
     float factor, scale[BLOCK], zero[BLOCK];
     int has_scale, has_zero;
 } block;
 
-/* ---- the two products; `block` holds keys, then values ---- */
+/* ---- the two products; `s->block` first holds keys, then values ---- */
 
-/* Codes of a block's tokens into `block`. */
+/* Convert the codes of `tokens` tokens to numbers in `s->block`, from its row `at` on. */
 static void load_block(const state *s, const uint8_t *codes, int64_t token_stride, int64_t at, int64_t tokens,
                        int64_t width, int64_t type, int64_t stride) {
 #if QK_AVX512
@@ -69,7 +72,8 @@ static void add_block(const state *s, int64_t tokens) {
 
 /* ---- online softmax of one block ---- */
 
-/* Scores of a row as the softmax wants them; tokens outside from .. to are not seen. */
+/* Return 16 scores of a row for the softmax: scaled, capped, and -inf for tokens outside from .. to, which the row does
+   not see. */
 QK_INLINE __m512 finish_scores(const float *scores, int64_t at, const block *keys, const state *s, int64_t row,
                                float softcap, int64_t from, int64_t to) {
     __m512 v = _mm512_mul_ps(_mm512_loadu_ps(scores + at), _mm512_set1_ps(keys->factor));
@@ -92,7 +96,7 @@ QK_INLINE void rescale_row(const state *s, int64_t row, float factor) {
     s->zero_total[row] *= factor;
 }
 
-/* Scores become weights, times the scale of their token's values; floats or bf16. */
+/* Replace the scores of a row by softmax weights times the scale of each token's value, as floats or bf16. */
 static void soften_row(const state *s, int64_t row, const block *keys, const block *values, float softcap,
                        int64_t from, int64_t to) {
     float *scores = s->scores + row * BLOCK;
@@ -128,7 +132,8 @@ static void soften_row(const state *s, int64_t row, const block *keys, const blo
 
 /* ---- blocks ---- */
 
-/* Scales and zeros of a block of a page; unused lanes are 0 so that 0 * garbage cannot appear. */
+/* Load the scales and zeros of a block. Unused lanes become 0, because a weight of 0 times an undefined number may be
+   NaN. */
 static void load_scales(block *b, const kv_layer *layer, const kv_array *array, int64_t page, int64_t head,
                         int64_t token) {
     b->has_scale = array->granularity == KV_TOKEN || (array->granularity == KV_TENSOR && array->fixed);
@@ -146,7 +151,7 @@ static void load_scales(block *b, const kv_layer *layer, const kv_array *array, 
     }
 }
 
-/* Fold scale and zero of a page's channels into the queries: scaled = query * scale, bias = query . zero. */
+/* Fold the channel scales and zeros of a page into the queries: scaled = query * scale, bias = query . zero. */
 static void fold_channels(const attention *a, state *s, int64_t page, int64_t head) {
     const kv_array *key = &a->layer->key;
     const uint16_t *scale = kv_scales(a->layer, key, key->scale, page, head, 0);
@@ -172,14 +177,14 @@ static void unfold(state *s) {
 
 static void soften_block(const attention *a, const state *s, const block *keys, const block *values, int64_t position) {
     for (int64_t row = 0; row < s->rows; row++) {
-        int64_t own = position + row / a->group; /* of the query */
+        int64_t own = position + row / a->group; /* position of the query */
         int64_t to = qk_min(keys->tokens, own + 1 - keys->position);
         int64_t from = a->window ? qk_max(0, own - a->window + 1 - keys->position) : 0;
         soften_row(s, row, keys, values, a->softcap, qk_min(from, qk_max(to, 0)), qk_max(to, 0));
     }
 }
 
-/* Keys from a sequence's residual window, which may wrap around its end. */
+/* Load keys from a sequence's residual window; they may wrap around the end of the window. */
 static void load_residual(const attention *a, const state *s, int64_t row, int64_t head, int64_t position, int64_t tokens) {
     const kv_layer *layer = a->layer;
     int64_t width = layer->key.width, size = kv_token_bytes(layer->residual_type, width);
@@ -190,7 +195,7 @@ static void load_residual(const attention *a, const state *s, int64_t row, int64
                    layer->residual_type, s->query_width);
 }
 
-/* Cached tokens start .. start + tokens, all in one page. */
+/* Attend to cached tokens start .. start + tokens, all in one page. */
 static void attend_cached(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
                           int64_t position) {
     const kv_layer *layer = a->layer;
@@ -222,7 +227,7 @@ static void attend_cached(const attention *a, const task *t, state *s, int64_t h
     add_block(s, tokens);
 }
 
-/* Fresh tokens start .. start + tokens of the sequence's new ones. */
+/* Attend to new tokens start .. start + tokens of the sequence. */
 static void attend_fresh(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
                          int64_t position) {
     int64_t size = qk_state_bytes(a->type), token = t->start + start;
@@ -273,14 +278,14 @@ static void store_outputs(const attention *a, const task *t, state *s, int64_t h
     }
 }
 
-/* Scratch for `rows` rows; 0 when memory is out. */
+/* Allocate the memory of a task with `rows` rows. Returns 1, or 0 if out of memory. */
 static int allocate_state(state *s, const attention *a, int64_t rows) {
     int half = a->type == QK_BF16 && QK_AVX512;
     int64_t unit = half ? 32 : 16;
     int64_t wide = (a->layer->key.width + unit - 1) / unit * unit, deep = (a->layer->value.width + unit - 1) / unit * unit;
     int64_t widest = qk_max(wide, deep);
     int64_t sizes[] = {rows * wide, rows * BLOCK, rows * deep, rows, rows, rows, rows, rows,
-                       rows * wide, rows * wide,  BLOCK * widest}; /* in floats; bf16 needs half, twice for pairs */
+                       rows * wide, rows * wide,  BLOCK * widest}; /* in floats; in bf16, pairs take half of `block` */
     void **fields[] = {(void **)&s->query,     (void **)&s->scores,     (void **)&s->out,       (void **)&s->maximum,
                       (void **)&s->total,     (void **)&s->zero_total, (void **)&s->query_sum, (void **)&s->bias,
                       (void **)&s->plain,     (void **)&s->scaled,     (void **)&s->block};
@@ -308,7 +313,7 @@ static int run_task(const attention *a, const task *t, int64_t head) {
         return 1;
     int64_t size = a->layer->page_size, step = s.query_width > (s.half ? 128 : 64) ? BLOCK / 2 : BLOCK; /* fits in L1 */
     int64_t cached = a->batch->context_lengths[t->sequence] - a->batch->query_lengths[t->sequence];
-    int64_t position = cached + t->first; /* of the first query */
+    int64_t position = cached + t->first; /* position of the first query */
     int64_t seen = a->window ? qk_max(0, position - a->window + 1) : 0;
     load_queries(a, t, &s, head);
     unfold(&s);
@@ -326,7 +331,7 @@ static int run_task(const attention *a, const task *t, int64_t head) {
     return 0;
 }
 
-/* Cut the batch into tasks of at most ROWS rows (or one token); returns how many, or -1 when memory is out. */
+/* Divide the batch into tasks of at most ROWS rows (or of one token). Returns their number, or -1 if out of memory. */
 static int64_t cut_tasks(const attention *a, task **tasks, double *work) {
     const kv_batch *batch = a->batch;
     int64_t per_task = qk_max(1, ROWS / a->group), count = 0, start = 0;
@@ -355,8 +360,8 @@ int kv_attend_token(const attention *a, int64_t sequence, int64_t head) {
 /* Below this many query-key pairs times channels, waking a second thread costs more than it saves. */
 #define PARALLEL_WORK 2e6
 
-/* Attends, then stores keys and values. `out` is dense, (tokens, query_heads, value width). Returns 0, or 1 when memory is
-   out. */
+/* Attend, then store keys and values. `out` is dense, (tokens, query_heads, value width). Returns 0, or 1 if out of
+   memory. */
 QK_EXPORT int qk_attend(const kv_layer *layer, const kv_batch *batch, const attention_options *options,
                         const void *query, const void *key, const void *value, void *out, int64_t query_stride,
                         int64_t key_stride, int64_t value_stride, int64_t query_heads, int type, int threads) {

@@ -12,12 +12,12 @@ typedef struct {
     const kv_batch *batch;
     const uint8_t *query, *key, *value;
     uint8_t *out;
-    int64_t query_stride, key_stride, value_stride; /* from token to token, in elements */
+    int64_t query_stride, key_stride, value_stride; /* between tokens, in elements */
     int64_t query_heads, group, window;
     float scale, softcap;
     int type;
 } attention;
 
-/* One key head of one sequence in a batch of one new token each: attends, then stores the token's key and value. Calls for
-   different heads or sequences may run at the same time. Returns 0, or 1 when memory is out. */
+/* Attend for one key head of one sequence, then store the new token's key and value. Each sequence of the batch has one
+   new token. Calls for different heads or sequences may run at the same time. Returns 0, or 1 if out of memory. */
 int kv_attend_token(const attention *a, int64_t sequence, int64_t head);

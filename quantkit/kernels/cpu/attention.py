@@ -48,7 +48,7 @@ class Batch(Structure):
         ("sequences", c_int64),
         ("table_stride", c_int64),
     )
-    owned: tuple[Any, ...]  # what the pointers lead to, which must live as long
+    owned: tuple[Any, ...]  # what the pointers refer to, kept alive with the structure
 
 
 class _Options(Structure):
@@ -59,11 +59,11 @@ _latest: tuple[ForwardBatch, Any] | None = None
 
 
 def _prepare(batch: ForwardBatch) -> Any:
-    """Return the batch in C form, built once per step for all layers. The caller keeps it alive while C runs."""
+    """Return the batch in C form, built once per step for all layers. The caller must keep it alive while C runs."""
     global _latest
     # Read once, because another thread may prepare a batch of its own meanwhile.
     latest = _latest
-    # By identity: what is equal on the host may have other tensors.
+    # Compared by identity: batches that are equal on the host may have different tensors.
     if latest is None or latest[0] is not batch:
         table = batch.page_table.to(torch.int32).contiguous()
         rows = batch.residual_rows.to(torch.int64).contiguous()
@@ -96,7 +96,7 @@ def is_available(views: KVViews) -> bool:
 
 
 def options_structure(options: AttentionOptions) -> Structure:
-    """Return what C reads of the options: scale, softcap and window."""
+    """Return the options that C reads: scale, softcap and window."""
     return _Options(scale=options.scale, softcap=options.softcap or 0.0, window=options.window or 0)
 
 
@@ -110,9 +110,9 @@ class NativeAttention:
     def __init__(self, views: KVViews) -> None:
         self._attend = _function()
         self._plain = TorchAttention(views)
-        self.structure = _layer(views)  # which points into what the plain version holds
+        self.structure = _layer(views)  # points into tensors that `_plain` keeps alive
         self._layer = byref(self.structure)
-        self._options: AttentionOptions | None = None  # those of the last call, as a layer's never change
+        self._options: AttentionOptions | None = None  # of the last call; a layer's options never change
         self._options_pointer: Any = None
 
     def __call__(self, states: States, batch: ForwardBatch, options: AttentionOptions) -> Tensor:

@@ -1,13 +1,13 @@
-/* The two products of attention, as tiles that keep their sums in registers. Scores have BLOCK entries per row. Each comes
-   for floats and for bf16, which multiplies pairs: of channels for scores, of tokens for values. */
+/* The two products of attention, in tiles whose sums stay in registers. Scores have BLOCK entries per row. Each product
+   exists for floats and for bf16. The bf16 products multiply pairs: of channels for scores, of tokens for values. */
 #pragma once
 #include "vector_math.h"
 
-enum { BLOCK = 64, CHUNKS = QK_AVX512 ? 4 : 1 /* of 16 values, whose sums are in registers at once */ };
+enum { BLOCK = 64, CHUNKS = QK_AVX512 ? 4 : 1 /* chunks of 16 values whose sums are in registers at once */ };
 
 /* ---- scores: rows x tokens dot products ---- */
 
-/* sum += a . b, of 16 floats or 32 bf16. */
+/* Return sum + a * b for 16 floats; for bf16, each lane adds the products of a pair. */
 QK_INLINE __m512 multiply_add(__m512 a, __m512 b, __m512 sum, int half) {
     (void)half;
 #if QK_AVX512
@@ -16,7 +16,7 @@ QK_INLINE __m512 multiply_add(__m512 a, __m512 b, __m512 sum, int half) {
     return _mm512_fmadd_ps(a, b, sum);
 }
 
-/* Strides are in bytes; `bytes` of each row are multiplied, 64 at a time. */
+/* Strides are in bytes. `bytes`: length of each row, multiplied 64 bytes at a time. */
 #if QK_AVX512
 QK_INLINE void dot_4x4(const char *query, int64_t query_stride, const char *key, int64_t key_stride, int64_t bytes,
                        float *scores, int half) {
@@ -59,14 +59,14 @@ QK_INLINE void dot_1x16(const char *query, const char *key, int64_t key_stride, 
     _mm512_storeu_ps(scores, qk_sum_each(sums));
 }
 #else
-/* Sums of eight vectors, lane i of the result from v[i]. */
+/* Sum each of eight vectors; lane i of the result is the sum of v[i]. */
 QK_INLINE __m256 sum_eight(const __m256 *v) {
     __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
-/* Scores of `rows` queries with 8 / rows keys; a sum is formed in the same order for any number of rows. */
+/* Return the scores of `rows` queries with 8 / rows keys. The order of summation is the same for any number of rows. */
 QK_INLINE __m256 dot_eight(const char *query, int64_t query_stride, const char *key, int64_t key_stride, int64_t bytes,
                            int rows) {
     int columns = 8 / rows;
@@ -105,8 +105,8 @@ QK_INLINE void dot_1x16(const char *query, const char *key, int64_t key_stride, 
 }
 #endif
 
-/* Scores of `rows` queries with `tokens` keys. Those of tokens past the last are computed from whatever is there, up to the
-   next multiple of 16, and masked later: the block must have room for BLOCK tokens. */
+/* Compute the scores of `rows` queries with `tokens` keys, and with up to 15 undefined keys after these, whose scores
+   are masked later. So the block must have room for BLOCK tokens. */
 QK_INLINE void dot_rows(const char *query, int64_t query_stride, int64_t rows, const char *key, int64_t key_stride,
                         int64_t tokens, int64_t bytes, float *scores, int half) {
     int64_t row = 0;
@@ -120,10 +120,11 @@ QK_INLINE void dot_rows(const char *query, int64_t query_stride, int64_t rows, c
                      half);
 }
 
-/* One weight, or two that lie side by side, in all lanes. */
+/* Copy one float weight, or two adjacent bf16 weights, to all lanes. */
 QK_INLINE __m512 spread(const char *weight) { return _mm512_castsi512_ps(_mm512_set1_epi32(*(const int32_t *)weight)); }
 
-/* out (rows, width) += weights (rows, BLOCK) x values (steps, width), where a step is a token or a pair of tokens. */
+/* out (rows, width) += weights (rows, BLOCK) x values (steps, width). A step is a token, or for bf16 a pair of
+   tokens. */
 QK_INLINE void add_tile(const char *weights, int64_t weight_stride, const char *values, int64_t steps, int64_t width,
                         float *out, int rows, int chunks, int half) {
     __m512 sums[4][4];

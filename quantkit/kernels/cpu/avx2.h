@@ -1,8 +1,8 @@
-/* The AVX-512 instructions that the kernels use, as pairs of AVX2, FMA and F16C ones, for CPUs that have no more.
+/* The AVX-512 instructions that the kernels use, emulated by pairs of AVX2, FMA and F16C instructions.
 
-   Included by quantkit.h only. What is said of an instruction in Intel's guide holds here too, with two exceptions: masks
-   of loads and stores of bytes and words are the first lanes, and numbers below the normal ones are not flushed to zero
-   when they become bf16. */
+   Only quantkit.h includes this file. Each function does what Intel's guide says of the instruction, with two
+   exceptions: masks of loads and stores of bytes and words must select the first lanes, and subnormal numbers are not
+   flushed to zero when they are converted to bf16. */
 #pragma once
 #include <immintrin.h>
 
@@ -11,7 +11,7 @@ typedef struct { __m256i low, high; } qk_m512i;
 #define __m512 qk_m512
 #define __m512i qk_m512i
 
-/* ---- lane by lane, both halves alike ---- */
+/* ---- lane by lane, the same for both halves ---- */
 
 #define QK_ONE(name, from, to, half) \
     QK_INLINE to qk_##name(from a) { return (to){half(a.low), half(a.high)}; }
@@ -96,7 +96,7 @@ QK_INLINE __m512i qk_loadu_si512(const void *p) {
 
 /* ---- masks ---- */
 
-/* Eight bits to eight lanes, all ones or zeros. */
+/* Expand eight bits to eight lanes of all ones or all zeros. */
 QK_INLINE __m256i qk_spread_mask(unsigned bits) {
     __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), each), each);
@@ -105,7 +105,7 @@ QK_INLINE __mmask16 qk_gather_mask(__m256 low, __m256 high) {
     return (__mmask16)(_mm256_movemask_ps(low) | _mm256_movemask_ps(high) << 8);
 }
 
-/* Lanes of b where the mask is set, else of a. */
+/* Return the lanes of b where the mask is set, and the lanes of a elsewhere. */
 QK_INLINE __m512 qk_blend(__mmask16 mask, __m512 a, __m512 b) {
     return (__m512){_mm256_blendv_ps(a.low, b.low, _mm256_castsi256_ps(qk_spread_mask(mask))),
                     _mm256_blendv_ps(a.high, b.high, _mm256_castsi256_ps(qk_spread_mask(mask >> 8u)))};
@@ -121,7 +121,7 @@ QK_INLINE __m512 qk_blend(__mmask16 mask, __m512 a, __m512 b) {
 #define _mm512_cmp_ps_mask(a, b, how) \
     qk_gather_mask(_mm256_cmp_ps((a).low, (b).low, how), _mm256_cmp_ps((a).high, (b).high, how))
 
-/* Unsigned numbers below 2^31. */
+/* Only for unsigned numbers below 2^31. */
 QK_INLINE __mmask16 qk_cmplt_epu32_mask(__m512i a, __m512i b) {
     return qk_gather_mask(_mm256_castsi256_ps(_mm256_cmpgt_epi32(b.low, a.low)),
                           _mm256_castsi256_ps(_mm256_cmpgt_epi32(b.high, a.high)));
@@ -144,7 +144,7 @@ QK_INLINE void qk_mask_storeu_ps(float *p, __mmask16 mask, __m512 v) {
 #define _mm512_maskz_loadu_ps qk_maskz_loadu_ps
 #define _mm512_mask_storeu_ps qk_mask_storeu_ps
 
-/* Bytes or words: whole, or the first ones by way of the stack. */
+/* Load or store bytes or words: a whole vector, or the first lanes through a copy on the stack. */
 #define QK_FIRST(vector, bits, element, load, store) \
     QK_INLINE vector qk_load_first_##bits##_##element(uint32_t mask, const void *p) { \
         if (mask == (uint32_t)((1ull << (bits / element)) - 1)) return load((const vector *)p); \
@@ -163,7 +163,7 @@ QK_FIRST(__m256i, 256, 16, _mm256_loadu_si256, _mm256_storeu_si256)
 #define _mm256_maskz_loadu_epi16 qk_load_first_256_16
 #define _mm256_mask_storeu_epi16 qk_store_first_256_16
 
-/* ---- from one number type to another ---- */
+/* ---- conversions between number types ---- */
 
 #define QK_UPPER(v) _mm256_extracti128_si256(v, 1)
 #define QK_LOWER(v) _mm256_castsi256_si128(v)
@@ -183,7 +183,7 @@ QK_INLINE __m256i qk_to_half(__m512 v) {
     return _mm256_set_m128i(_mm256_cvtps_ph(v.high, _MM_FROUND_TO_NEAREST_INT),
                             _mm256_cvtps_ph(v.low, _MM_FROUND_TO_NEAREST_INT));
 }
-/* Packing works within quarters: their order is mended afterwards. */
+/* Packing works within quarters of the vector, so a permutation restores their order. */
 QK_INLINE __m256i qk_pack_words(__m512i v) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(v.low, v.high), 0xD8);
 }
@@ -195,7 +195,7 @@ QK_INLINE __m128i qk_cvtsepi32_epi8(__m512i v) {
     __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(v.low, v.high), 0xD8);
     return _mm_packs_epi16(QK_LOWER(words), QK_UPPER(words));
 }
-/* Half a unit is added, less one where the last kept bit is even; NaN stays NaN. */
+/* Round to nearest even: add half a unit of the last kept bit, minus one if that bit is 0. NaN stays NaN. */
 QK_INLINE __m256i qk_cvtneps_pbh(__m512 v) {
     __m512i bits = qk_castps_si512(v), odd = qk_and_si512(qk_srli_epi32(bits, 16), qk_set1_epi32(1));
     __m512i rounded = qk_add_epi32(bits, qk_add_epi32(odd, qk_set1_epi32(0x7FFF)));
@@ -212,18 +212,18 @@ QK_INLINE __m256i qk_cvtneps_pbh(__m512 v) {
 #define _mm512_cvtsepi32_epi8 qk_cvtsepi32_epi8
 #define _mm512_cvtneps_pbh qk_cvtneps_pbh
 
-/* ---- arithmetic that AVX2 has not ---- */
+/* ---- arithmetic that AVX2 lacks ---- */
 
 QK_INLINE __m512 qk_abs_ps(__m512 v) {
     return qk_castsi512_ps(qk_and_si512(qk_castps_si512(v), qk_set1_epi32(0x7FFFFFFF)));
 }
-/* To the nearest multiple of 2^-places, ties to even. */
+/* Round to the nearest multiple of 2^-places, ties to even. */
 QK_INLINE __m512 qk_round_to(__m512 v, int places) {
     v = qk_mul_ps(v, qk_set1_ps((float)(1 << places)));
     v = (__m512){_mm256_round_ps(v.low, 8), _mm256_round_ps(v.high, 8)};
     return qk_mul_ps(v, qk_set1_ps(1.0f / (float)(1 << places)));
 }
-/* a * 2^n for whole n within +-250: in two steps, as 2^n may be no normal number. */
+/* Return a * 2^n for whole n in -250 .. 250. It multiplies twice, because 2^n may not be a normal number. */
 QK_INLINE __m512 qk_scalef_ps(__m512 a, __m512 n) {
     __m512i all = qk_cvtps_epi32(n), first = qk_srai_epi32(all, 1), second = qk_sub_epi32(all, first);
     __m512i bias = qk_set1_epi32(127);

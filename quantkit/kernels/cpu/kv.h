@@ -1,16 +1,16 @@
-/* A layer's KV pool, the batch of one step, and reading tokens of any number type as floats. The layout is drawn in
-   quantkit/kernels/layouts.py; the structures are declared again in quantkit/kernels/cpu/attention.py. */
+/* KV pool of a layer, batch of one step, and functions that read tokens of any number type as floats.
+   quantkit/kernels/layouts.py describes the layout; quantkit/kernels/cpu/attention.py declares the same structures. */
 #pragma once
 #include "activations.h"
 #include "vector_math.h"
 
-enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8, KV_INT4 }; /* the first three are those of activations.h */
+enum { KV_F32, KV_BF16, KV_F16, KV_FP8, KV_INT8, KV_INT4 }; /* the first three equal those of activations.h */
 enum { KV_NONE, KV_TENSOR, KV_TOKEN, KV_CHANNEL };
 
 typedef struct {
-    int64_t type, granularity, width; /* channels of a head */
-    int64_t codes, scale, zero;       /* where the blocks start in a page, in bytes; -1: there is none */
-    const float *fixed;               /* of KV_TENSOR, one per head; NULL: all are 1 */
+    int64_t type, granularity, width; /* width: channels of a head */
+    int64_t codes, scale, zero;       /* byte offsets of the arrays in a page; -1: no such array */
+    const float *fixed;               /* scales of KV_TENSOR, one per head; NULL: all are 1 */
 } kv_array;
 
 typedef struct {
@@ -30,12 +30,12 @@ typedef struct {
     const kv_layer *layer;
     const kv_batch *batch;
     const uint8_t *key, *value;
-    int64_t key_stride, value_stride; /* from token to token, in elements */
+    int64_t key_stride, value_stride; /* between tokens, in elements */
     int type;
 } kv_new_states;
 
-/* Put the keys and values of this step into the pool and the residual windows (kv_store.c); or those of one head of one
-   sequence, whose first new token is `start`. Return 0, or 1 when memory is out. */
+/* Store the keys and values of this step in the pool and the residual windows (kv_store.c). `kv_store_head` stores
+   those of one head of one sequence, whose first new token is `start`. Both return 0, or 1 if out of memory. */
 int kv_store(const kv_new_states *s, int threads);
 int kv_store_head(const kv_new_states *s, int64_t sequence, int64_t start, int64_t head);
 
@@ -43,13 +43,14 @@ QK_INLINE int64_t kv_token_bytes(int64_t type, int64_t width) {
     return type == KV_F32 ? width * 4 : type <= KV_F16 ? width * 2 : type == KV_INT4 ? width / 2 : width;
 }
 
-/* Codes of one head's token in a page. */
+/* Return the address of one token's codes, for one head in a page. */
 QK_INLINE uint8_t *kv_codes(const kv_layer *layer, const kv_array *array, int64_t page, int64_t head, int64_t token) {
     return layer->pool + page * layer->page_bytes + array->codes +
            (head * layer->page_size + token) * kv_token_bytes(array->type, array->width);
 }
 
-/* Scale or zero (fp16): of one head's token, or the first channel of a head. */
+/* Return the address of an fp16 scale or zero in a page: of one token and head; for KV_CHANNEL (token 0), of the head's
+   first channel. */
 QK_INLINE uint16_t *kv_scales(const kv_layer *layer, const kv_array *array, int64_t block, int64_t page, int64_t head,
                               int64_t token) {
     int64_t per_head = array->granularity == KV_CHANNEL ? array->width : layer->page_size;
@@ -61,8 +62,8 @@ QK_INLINE uint8_t *kv_residual(const kv_layer *layer, int64_t row, int64_t head,
     return layer->residual + slot * layer->key.width * qk_state_bytes((int)layer->residual_type);
 }
 
-/* e4m3 has the exponent of fp16 less eight: shifted into place it is the value / 256. NaN, 0x7F, is what no stored
-   number becomes: only then is there more to do. */
+/* The exponent bias of fp16 is 8 higher than that of e4m3, so a code moved to the position of fp16 bits gives value /
+   256. Only NaN (0x7F), which no number is stored as, needs another step. */
 QK_INLINE __m512 kv_dequantize_fp8(__m128i codes) {
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
     __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16((short)0xBFFF));
@@ -83,7 +84,7 @@ QK_INLINE void kv_dequantize_int4(const uint8_t *codes, int64_t width, float *ou
     }
 }
 
-/* Calls `loop` with the type as a constant, so that each type has code of its own. */
+/* Call `loop` with a constant type, so that the compiler generates a loop for each type. */
 #define KV_BY_TYPE(loop) \
     switch (type) { \
     case KV_F32: loop(codes, token_stride, tokens, width, KV_F32, out, stride); break; \
@@ -94,7 +95,7 @@ QK_INLINE void kv_dequantize_int4(const uint8_t *codes, int64_t width, float *ou
     default: loop(codes, token_stride, tokens, width, KV_INT4, out, stride); break; \
     }
 
-/* One type's loop; `type` is a constant where it is called. */
+/* Loop for one type; every caller passes a constant `type`. */
 QK_INLINE void kv_dequantize(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int type,
                          float *out, int64_t stride) {
     for (int64_t t = 0; t < tokens; t++, codes += token_stride, out += stride) {
@@ -116,8 +117,8 @@ QK_INLINE void kv_dequantize(const uint8_t *codes, int64_t token_stride, int64_t
     }
 }
 
-/* Codes of some tokens as floats, scales not applied; out (tokens, stride), stride = width rounded up to 16, padded with
-   zeros. */
+/* Convert the codes of some tokens to floats, without applying scales. out: (tokens, stride), padded with zeros; stride
+   is width rounded up to a multiple of 16. */
 static inline void kv_load(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int64_t type,
                            float *out, int64_t stride) {
     KV_BY_TYPE(kv_dequantize)

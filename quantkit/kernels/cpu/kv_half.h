@@ -1,10 +1,11 @@
-/* Tokens of any number type as bf16, which holds every code of 8 bits or less exactly; and in pairs of tokens, as the dot
-   product of bf16 pairs wants values. */
+/* Conversion of tokens of any number type to bf16, which holds every code of up to 8 bits exactly; and interleaving of
+   tokens in pairs, which the dot product of bf16 pairs needs for values. */
 #pragma once
 #include "kv.h"
 #if QK_AVX512
 
-/* The index of a permutation has five bits, so the upper nibble must not matter: the table comes twice. */
+/* A permutation reads five bits of an index, and the fifth belongs to the upper nibble. The table is stored twice, so
+   that this bit does not matter. */
 QK_INLINE void kv_dequantize_half_int4(const uint8_t *codes, int64_t width, uint16_t *out, int64_t stride) {
     static const uint16_t bf16[32] __attribute__((aligned(64))) = {
         0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150,
@@ -43,13 +44,13 @@ QK_INLINE void kv_dequantize_half(const uint8_t *codes, int64_t token_stride, in
     }
 }
 
-/* As kv_load; out (tokens, stride), stride = width rounded up to 32, padded with zeros. */
+/* Like kv_load, but to bf16; stride is width rounded up to a multiple of 32. */
 static inline void kv_load_half(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int64_t type,
                                 uint16_t *out, int64_t stride) {
     KV_BY_TYPE(kv_dequantize_half)
 }
 
-/* Tokens (tokens, width) to pairs (tokens / 2, width, 2); an odd last token is paired with zeros. */
+/* Rearrange tokens (tokens, width) as pairs (tokens / 2, width, 2); an odd last token is paired with zeros. */
 static inline void kv_pair_tokens(const uint16_t *from, int64_t stride, int64_t tokens, int64_t width, uint16_t *out) {
     uint16_t order[2][32];
     for (int i = 0; i < 32; i++) {

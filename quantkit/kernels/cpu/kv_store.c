@@ -1,5 +1,6 @@
-/* Fresh keys and values of one step into the pool, quantized exactly as quantkit/kernels/reference/kv_codes.py does it: every
-   product below is by a power of two or followed by a division, so that a fused multiply-add changes nothing. */
+/* Store the new keys and values of one step in the pool, quantized exactly as in
+   quantkit/kernels/reference/kv_codes.py. Every product below is by a power of two or is followed by a division, so a
+   fused multiply-add changes nothing. */
 #include "kv.h"
 
 #define HALF_ULP 0x1p-11f
@@ -7,7 +8,7 @@
 #define LARGEST 65504.0f
 #define PARALLEL_ELEMENTS (1 << 16)
 
-/* An fp16 scale not below the given one, and never zero; as a float. */
+/* Return an fp16 number that is not below the given scale and not zero, as a float. */
 QK_INLINE __m512 round_up(__m512 scale) {
     __m512 up = _mm512_add_ps(scale, _mm512_mul_ps(scale, _mm512_set1_ps(HALF_ULP)));
     up = _mm512_add_ps(up, _mm512_set1_ps(HALF_TINY));
@@ -15,7 +16,7 @@ QK_INLINE __m512 round_up(__m512 scale) {
     return _mm512_cvtph_ps(_mm512_cvtps_ph(up, 8));
 }
 
-/* The largest fp16 number not above `low`; as a float. */
+/* Return an fp16 number that is not above `low`, as a float. */
 QK_INLINE __m512 round_down(__m512 low) {
     __m512 down = _mm512_sub_ps(low, _mm512_mul_ps(_mm512_abs_ps(low), _mm512_set1_ps(HALF_ULP)));
     down = _mm512_sub_ps(down, _mm512_set1_ps(HALF_TINY));
@@ -25,15 +26,15 @@ QK_INLINE __m512 round_down(__m512 low) {
 
 QK_INLINE uint16_t to_half(__m512 v) { return (uint16_t)_mm256_extract_epi16(_mm512_cvtps_ph(v, 8), 0); }
 
-/* Nearest code, ties to even, within low .. high. */
+/* Return the nearest code in low .. high, ties to even. */
 QK_INLINE __m512i to_code(__m512 v, float low, float high) {
     __m512 rounded = _mm512_roundscale_ps(v, 8);
     rounded = _mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), rounded));
     return _mm512_cvtps_epi32(rounded);
 }
 
-/* e4m3 by integer arithmetic: rounding adds half a unit, less one where the last kept bit is even; below 2^-6 the units
-   are those of 2^14, so adding that rounds. */
+/* Convert to e4m3 with integer arithmetic: add half a unit of the last kept bit, minus one if that bit is 0. Below
+   2^-6, e4m3 has the spacing that floats have from 2^14 on, so adding 2^14 rounds. */
 QK_INLINE __m128i to_fp8(__m512 v) {
     __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
     v = _mm512_min_ps(_mm512_set1_ps(448), _mm512_max_ps(_mm512_set1_ps(-448), v));
@@ -78,7 +79,8 @@ QK_INLINE void store_int8(uint8_t *to, const uint8_t *from, int64_t width, int t
     }
 }
 
-/* low: channels k .., high: channels width / 2 + k .. as floats; one byte holds one of each. */
+/* Store a byte for each lane: the code of `low` in the low nibble, and that of `high` in the high nibble. `low` holds
+   channels from k on, `high` channels from width / 2 + k on. */
 QK_INLINE void pack_int4(uint8_t *to, __mmask16 lanes, __m512 low, __m512 high) {
     __m512i pair = _mm512_or_si512(to_code(low, 0, 15), _mm512_slli_epi32(to_code(high, 0, 15), 4));
     _mm_mask_storeu_epi8(to, lanes, _mm512_cvtepi32_epi8(pair));
@@ -105,7 +107,7 @@ QK_INLINE void store_int4(uint8_t *to, uint16_t *scales, uint16_t *zeros, const 
     }
 }
 
-/* One head's token into its slot of a page. */
+/* Store one token of one head in its slot of a page. */
 static void store_token(const kv_layer *layer, const kv_array *array, int64_t page, int64_t head, int64_t token,
                         const uint8_t *from, int type) {
     uint8_t *to = kv_codes(layer, array, page, head, token);
@@ -132,7 +134,8 @@ static void store_token(const kv_layer *layer, const kv_array *array, int64_t pa
 
 /* ---- keys by channel ---- */
 
-/* Keys of a page, old ones from the residual window and fresh ones as it would keep them, as floats (tokens, stride). */
+/* Collect the keys of a page as floats (tokens, stride): older keys from the residual window, and new keys rounded to
+   the window's type. */
 static void gather_page(const kv_new_states *s, int64_t row, int64_t head, int64_t position, int64_t cached,
                         const uint8_t *fresh, float *out, int64_t stride) {
     const kv_layer *layer = s->layer;
@@ -153,7 +156,8 @@ static void gather_page(const kv_new_states *s, int64_t row, int64_t head, int64
     }
 }
 
-/* Ranges of all channels, then codes; keys (tokens, stride) become codes before rounding. */
+/* Store the scales and zeros of all channels, then the codes. `keys` (tokens, stride) is overwritten with unrounded
+   codes. */
 static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, float *keys, int64_t stride) {
     const kv_array *array = &layer->key;
     uint16_t *scales = kv_scales(layer, array, array->scale, page, head, 0);
@@ -183,7 +187,8 @@ static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, flo
         }
 }
 
-/* Pages that this step completes into the pool, then the newest keys into the residual window. Returns 1 when memory is out. */
+/* Store in the pool the pages that this step completes, then store the newest keys in the residual window. Returns 0,
+   or 1 if out of memory. */
 static int store_channels(const kv_new_states *s, int64_t sequence, int64_t start, int64_t head) {
     const kv_layer *layer = s->layer;
     int64_t size = qk_state_bytes(s->type), stride = (layer->key.width + 15) / 16 * 16, tokens = layer->page_size;

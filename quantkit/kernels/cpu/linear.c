@@ -1,15 +1,17 @@
 /* y = x w' + bias for weights in bf16, fp32, int4, int8 and fp8, inputs in bf16 or fp32, sums in fp32.
 
-   Codes are multiplied as they are and a group's sum is scaled once, so nothing is rounded that the definition does not
-   round. With AMX, a piece of a panel is dequantized into the first-level cache and multiplied by tiles. Without, few tokens:
-   codes become numbers in registers; many: as with AMX, by vectors. */
+   Codes are multiplied without their scales, and the sum of each group is scaled once, so nothing is rounded that the
+   definition does not round. With AMX, a piece of a panel is dequantized into the first-level cache and multiplied by
+   tiles. Without AMX, few tokens are multiplied by codes that are dequantized in registers. For many tokens, a piece is
+   dequantized into the cache as with AMX, but multiplied by vectors. */
 #include "amx.h"
 #include "linear_segment.h"
 
 enum { TILE_BYTES = 16384, ALWAYS = 1 << 30, AHEAD = 4096 };
 
-/* Up to this many tokens codes are dequantized in registers, again for each block of MAX_TOKENS; beyond, once into a tile.
-   Measured on Zen 4, 2048 x 2048, ms at 8, 16, 32, 128 tokens, registers against tile:
+/* Up to this many tokens, codes are dequantized in registers, again for each block of MAX_TOKENS. Beyond, they are
+   dequantized once, into a tile. Milliseconds at 8, 16, 32 and 128 tokens, left in registers, right with a tile,
+   measured on Zen 4 for 2048 x 2048:
        bf16  int4  .38 .70 1.35 5.2   .52 .86 1.50 5.4      f32  int4  .67 1.30 2.57 10.4   1.06 1.68 3.05 12.5
              int8  .55  .89 1.62 5.9  .55 1.07 1.74 5.8          int8  .77 1.38 2.65 10.5   1.19 1.82 3.22 12.6
              fp8   .62 1.04 1.92 7.1  .74 1.12 1.75 5.6          fp8   1.01 1.86 3.64 14.4  1.27 1.89 3.23 12.7 */
@@ -20,16 +22,17 @@ static const int64_t DIRECT_F32[] = {[QK_BF16] = ALWAYS, [QK_F32] = ALWAYS, [QK_
 typedef struct {
     const QkProduct *product;
     const QkLinear *linear;
-    const void *x;                  /* of the product, or a copy prepared for the loops */
-    const float *row_scale, *sums;  /* by token; by token and group; NULL: not needed */
+    const void *x;                  /* inputs of the product, or a copy prepared for the loops */
+    const float *row_scale, *sums;  /* by token; by token and run; NULL: not needed */
     int64_t tokens, pairs, stride, groups;
-    int64_t width, run, runs_per_group, runs; /* pairs of a group, and of a run: what is summed before it is scaled */
+    int64_t width, run, runs_per_group, runs; /* pairs in a group; pairs in a run, scaled as one sum */
     int x_is_bf16;
     int64_t step;          /* pairs that tiles multiply at once; 0: no tiles */
-    const uint8_t *packed; /* inputs for tiles; NULL: as they are */
+    const uint8_t *packed; /* inputs packed for tiles; NULL: not packed */
 } Job;
 
-/* What the sums of one group, or of a piece of it, are multiplied by. `run` counts the pieces. */
+/* Load the factors for the sums of one run, which is a group or a piece of a group. `run` counts the runs of all
+   groups. */
 static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t run, int64_t token, Factors *factors) {
     const QkLinear *linear = job->linear;
     factors->dense = !linear->scale;
@@ -106,10 +109,11 @@ static void dequantize(int storage, int to_bf16, const uint8_t *w, int64_t pairs
 }
 #endif
 
-/* A tile ends with a run, so that sums are formed in the same pieces as without tiles. */
+/* Return the end of a tile that begins at `start`. A tile ends with a run, so sums consist of the same pieces as
+   without tiles. */
 static int64_t tile_end(const Job *job, int64_t start) {
     int64_t step = TILE_BYTES / PAIR_BYTES[job->x_is_bf16 ? QK_BF16 : QK_F32];
-    int64_t end = start - start % job->width; /* of the group */
+    int64_t end = start - start % job->width; /* beginning of the group */
     if (job->width > step) {
         int64_t inside = start - end;
         return qk_min(job->pairs, end + qk_min(job->width, inside - inside % job->run + job->run));
@@ -117,7 +121,7 @@ static int64_t tile_end(const Job *job, int64_t start) {
     return qk_min(job->pairs, start + step / job->width * job->width);
 }
 
-/* Pairs start..end of a panel, dequantized in `w` with kind `storage`, for `tokens` tokens from `token` on. */
+/* Multiply pairs start..end of a panel with `tokens` tokens from `token` on. w: these pairs, in type `storage`. */
 static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *w, int64_t start, int64_t end,
                      int64_t token, int64_t tokens, float *main) {
     Segment *const *segments = SEGMENTS_F32[storage];
@@ -141,7 +145,7 @@ static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *
     }
 }
 
-/* 64 outputs of `tokens` tokens (at most QK_ROWS) from `token` on. `memory`: a tile and the results. */
+/* Compute 64 outputs of `tokens` tokens (at most QK_ROWS) from `token` on. memory: room for a tile and the results. */
 static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t tokens, uint8_t *memory) {
     const QkLinear *linear = job->linear;
     float *main = (float *)(memory + TILE_BYTES);
@@ -163,7 +167,8 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
 }
 
 #if QK_AMX
-/* main[token][64] += factors * sums, for `blocks` blocks of 16 outputs from `first` on; a token's sums are `width` apart. */
+/* main[token][64] += factors * sums, for `blocks` blocks of 16 outputs from block `first` on. width: distance between
+   the sums of two tokens. */
 QK_INLINE void add_sums(const float *sums, int64_t width, int64_t tokens, int first, int blocks, const Factors *factors,
                         float *main) {
     for (int64_t m = 0; m < tokens; m++)
@@ -178,7 +183,7 @@ QK_INLINE void add_sums(const float *sums, int64_t width, int64_t tokens, int fi
         }
 }
 
-/* Pairs p..p + pairs of a panel, as bf16 in `w`, for `tokens` tokens from `token` on. */
+/* Multiply pairs p..p + pairs of a panel with `tokens` tokens from `token` on. w: these pairs, in bf16. */
 static void multiply_by_tiles(const Job *job, const uint8_t *w, int64_t p, int64_t pairs, int64_t token, int64_t tokens,
                               Factors *factors, float *main) {
     float sums[SQUARE * SQUARE] __attribute__((aligned(64)));
@@ -198,7 +203,7 @@ static void multiply_by_tiles(const Job *job, const uint8_t *w, int64_t p, int64
     }
 }
 
-/* As one_panel. */
+/* Like one_panel, but with tiles. */
 static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int64_t tokens, uint8_t *memory) {
     const QkLinear *linear = job->linear;
     float *main = (float *)(memory + TILE_BYTES);
@@ -221,8 +226,8 @@ static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int
 }
 #endif
 
-/* Inputs for tiles, if the product is made by them: that depends on the weight, and not on how many tokens there are,
-   since sums are formed in another order. Returns 0; 1 when memory is out. */
+/* Prepare the inputs for tiles if the product uses tiles. This depends on the weight and not on the number of tokens,
+   because tiles sum in another order. Returns 0, or 1 if out of memory. */
 static int prepare_tiles(Job *job, int threads) {
 #if QK_AMX
     job->step = job->x_is_bf16 && qk_has_amx() ? qk_tile_step(job->width) : 0;
@@ -262,7 +267,7 @@ QK_INLINE __m512 load_some_bf16(const uint16_t *p, __mmask16 mask) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
-/* Sums of the inputs of each run, for the zero points. */
+/* Sum the inputs of each run, for the zero points. */
 static int sum_inputs(Job *job) {
     float *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(job->tokens * job->runs) * sizeof(float));
     if (!sums) return 1;
@@ -283,7 +288,7 @@ static int sum_inputs(Job *job) {
     return 0;
 }
 
-/* Inputs in bf16 as floats, for machines that multiply nothing else. */
+/* Convert bf16 inputs to floats, for machines that multiply only floats. */
 static int widen_inputs(Job *job) {
     int64_t count = job->tokens * job->stride;
     const uint16_t *from = job->x;
@@ -294,7 +299,7 @@ static int widen_inputs(Job *job) {
     return 0;
 }
 
-/* Inputs as the loops want them: rounded if asked for, an even number per token. */
+/* Prepare the inputs for the loops: quantized if requested, and padded to an even number per token. */
 static int prepare(Job *job) {
     const QkLinear *linear = job->linear;
     const void *x = job->product->x;
@@ -322,7 +327,8 @@ static int prepare(Job *job) {
     return linear->zero || linear->storage == QK_H8 ? sum_inputs(job) : 0;
 }
 
-/* The sizes of a product, and its inputs in the calling thread's memory. Returns 0; 1 when memory is out. */
+/* Set the sizes of a product, and prepare its inputs in memory of the calling thread. Returns 0, or 1 if out of
+   memory. */
 static int begin(Job *job, const QkProduct *product) {
     const QkLinear *linear = product->linear;
     *job = (Job){.product = product, .linear = linear, .x = product->x, .tokens = product->tokens,
@@ -343,7 +349,7 @@ int qk_linear_share(const QkProduct *product, int thread, int threads) {
     return panels.first < panels.last && (begin(&job, product) || prepare_tiles(&job, 1) || run_panels(&job, panels));
 }
 
-/* x: (tokens, k), out: (tokens, n), both contiguous and both bf16 or both float. Returns 0; 1 when memory is out. */
+/* x: (tokens, k), out: (tokens, n), both contiguous and both bf16 or both float. Returns 0, or 1 if out of memory. */
 QK_EXPORT int qk_linear(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16, int activation,
                         int threads) {
     QkProduct product = {linear, x, out, linear->n, tokens, is_bf16, activation};

@@ -1,18 +1,17 @@
 /* Layout of a weight (N, K) for the native linear kernels, and of the inputs that they share.
 
-   Outputs are taken 64 at a time, a panel: four blocks of 16, one output per lane of a vector, so that nothing is ever
-   summed across lanes and scales are vectors. Outputs are padded to whole panels, inputs to whole pairs (quads for
-   int8), with zeros. A panel lies in memory in the order in which it is read. By storage, for one pair of
-   inputs (e, o):
+   A panel is 64 outputs: four blocks of 16, with one output per lane of a vector. So nothing is ever summed across
+   lanes, and scales are vectors. Zeros pad the outputs to whole panels, and the inputs to whole pairs (quads for int8).
+   A panel is stored in the order in which it is read. Layout of one pair of inputs (e, o), and its bytes, by storage:
 
        QK_BF16  [block 4][lane 16][e, o]  16-bit words                                            256 bytes
        QK_F32   [e, o][block 4][lane 16]  floats                                                  512
        QK_F16   as QK_F32, in fp16, for inputs in fp32                                            256
-       QK_W4    [lane 16][e, o] words; nibble b of a word is the code + 8 of block b               64
+       QK_W4    [lane 16][e, o] words; nibble b of a word is code + 8 of block b                   64
        QK_W8    [half 2][lane 16][e, o] words; byte b of a word is the code of block 2 half + b   128
        QK_FP8   as QK_W8, codes in e4m3                                                           128
-       QK_H8    [half 2][quarter 4][block 2][lane 4][e, o] bytes; an int8 code c is kept as       128
-                sign | m with c + 1/2 = +-(m + 1/2), for inputs in bf16: c + 1/2 fits its 8 bits
+       QK_H8    [half 2][quarter 4][block 2][lane 4][e, o] bytes; an int8 code c is stored as     128
+                sign | m, where c + 1/2 = +-(m + 1/2). For inputs in bf16, whose 8 significant bits hold c + 1/2
        QK_U8    for a quad of inputs: [block 4][lane 16][4] bytes, the code + 128                 256
 
    Scales and zeros are [panel][group][64]. */
@@ -32,19 +31,20 @@ typedef struct QkLinear {
     int32_t storage, scale_kind, zero_is_float; /* scales are floats, bf16 or fp16: QK_SCALE_.. */
 } QkLinear;
 
-enum { QK_PANEL = 64, QK_ROWS = 256 };  /* outputs of a panel; tokens for which a panel's results are kept at once */
+enum { QK_PANEL = 64, QK_ROWS = 256 };  /* outputs per panel; tokens whose results of a panel are kept at once */
 
-/* Without it GCC keeps the sums in memory before and after a loop. */
+/* Without this pragma, GCC keeps the sums in memory before and after a loop. */
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Below this many products a second thread costs more than it saves. */
+/* Below this many products, a second thread costs more than it saves. */
 #define QK_PARALLEL_FROM (1 << 18)
 
-/* Round a row to a number type: codes as int8 or as bf16 values, padded with zeros to `padded`; returns the scale. */
+/* Quantize a row of k inputs, and return its scale. Codes are stored as int8 or as bf16 numbers; zeros pad them to
+   length `padded`. */
 float qk_quantize_int8(const void *x, int is_bf16, int64_t k, int64_t padded, int8_t *codes);
 float qk_quantize_bf16(const void *x, int is_bf16, int64_t k, int64_t padded, int activation, uint16_t *codes);
 
-/* Write 64 results of one token: value * row_scale + bias, the first `width` of them. */
+/* Write the first `width` of 64 results of one token: value * row_scale + bias. */
 QK_INLINE void qk_store_panel(const float *value, float row_scale, const float *bias, void *out, int64_t width,
                               int is_bf16) {
     for (int b = 0; b < 4 && 16 * b < width; b++) {
@@ -63,7 +63,7 @@ QK_INLINE __m512 qk_load_scale(const QkLinear *linear, int64_t index) {
     return _mm512_loadu_ps((const float *)linear->scale + index);
 }
 
-/* Results of a panel for `tokens` tokens from `token` on; row_scale by token, NULL: all are 1. */
+/* Write the results of a panel for `tokens` tokens from `token` on. row_scale: one per token; NULL: all are 1. */
 QK_INLINE void qk_store_tokens(const QkProduct *product, int64_t panel, int64_t token, int64_t tokens,
                                const float *values, const float *row_scale) {
     const QkLinear *linear = product->linear;
@@ -78,13 +78,13 @@ QK_INLINE void qk_store_tokens(const QkProduct *product, int64_t panel, int64_t 
 
 QK_INLINE int64_t qk_panels(const QkProduct *product) { return (product->linear->n + QK_PANEL - 1) / QK_PANEL; }
 
-/* Threads that a product is worth: no more than there are panels. */
+/* Return the number of threads for a product: 1 if the product is small or has fewer panels than threads. */
 QK_INLINE int qk_threads(const QkProduct *product, int threads) {
     int64_t products = product->tokens * product->linear->n * product->linear->k;
     return threads > qk_panels(product) || products < QK_PARALLEL_FROM ? 1 : threads;
 }
 
-/* `run` for all panels, each thread its share. Returns 0; 1 when memory is out. */
+/* Call `run` for all panels, divided among the threads. Returns 0, or 1 if out of memory. */
 #define QK_RUN_PANELS(run, job, threads) \
     int64_t all_panels = qk_panels((job)->product); \
     if ((threads) <= 1) return run(job, (QkRange){0, all_panels}); \

@@ -19,12 +19,12 @@ from quantkit.numerics.tensor import QuantizedTensor
 _POINTER = ctypes.c_void_p
 _PANEL = 64
 _BF16, _F32, _W4, _W8, _FP8, _F16, _H8, _U8 = range(8)
-# By storage: inputs that are stored together, and the bytes that a panel takes for them.
+# For each storage type: the number of inputs that are stored together, and their bytes in a panel.
 _UNITS = ((2, 256), (2, 512), (2, 64), (2, 128), (2, 128), (2, 256), (2, 128), (4, 256))
 _DENSE = {torch.bfloat16: _BF16, torch.float16: _F16, torch.float32: _F32}
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
-# Integer sums of K products of bytes stay below 2**31.
+# Up to this many inputs, sums of products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
 
 
@@ -44,14 +44,16 @@ class NativeLinear(Linear):
     Args:
         weight: (N, K), elements of the given storage type.
         storage: number of the storage type in linear.h.
-        dtype: dtype of inputs and outputs; others are converted.
+        dtype: dtype of inputs and outputs; inputs of other dtypes are converted.
         description: text for tables.
         bias: (N,), or None.
         scale: (P, G, 64) float32, bf16 or fp16, or None.
         zero: (P, G, 64) int8 or float32, or None.
         activation: how inputs are quantized.
     Attributes:
-        address, activation, is_int8: what `program` passes to C: `QkLinear`, a number of linear.h, the kind of kernel.
+        address: address of the `QkLinear`, which `program` passes to C.
+        activation: how inputs are quantized, as a number of linear.h.
+        is_int8: whether `qk_linear_int8` multiplies.
         dtype: float32 or bfloat16.
     """
 
@@ -100,12 +102,12 @@ class NativeLinear(Linear):
         out = x.new_empty((tokens, self.out_features))
         threads = torch.get_num_threads()
         if self._multiply(self.address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self.activation, threads):
-            raise ResourceError(f"out of memory for the inputs of a linear layer, {tokens} x {self.in_features}")
+            raise ResourceError(f"out of memory for the inputs of a linear layer ({tokens} x {self.in_features})")
         return out
 
 
 def available(device: torch.device) -> bool:
-    """Whether this machine has the kernels."""
+    """Whether the kernels can run on this device."""
     return device.type == "cpu" and cpu.library() is not None
 
 
@@ -124,7 +126,7 @@ def dense(weight: Tensor, *, bias: Tensor | None, dtype: torch.dtype, name: str)
 
 
 def linear_of(source: LinearSource) -> NativeLinear | None:
-    """Build a linear with a quantized weight, whose groups are in input order; None if no kernel takes it."""
+    """Build a linear with a quantized weight; None if no kernel supports it, e.g. for groups in activation order."""
     weight, activation = source.weight, source.activation
     if not available(source.device) or not _has_layout(weight):
         return None
@@ -158,7 +160,7 @@ def _has_layout(weight: QuantizedTensor) -> bool:
 
 
 def _fits_integers(weight: QuantizedTensor) -> bool:
-    """Whether integer sums cannot overflow, and no four inputs that are multiplied at once span two groups."""
+    """Whether the int8 kernel supports a weight: sums cannot overflow, and groups consist of whole quads of inputs."""
     width, groups = weight.shape[1], weight.scale.shape[1]
     if weight.zero_point is not None and weight.zero_point.is_floating_point():
         return False

@@ -1,14 +1,14 @@
-/* Codes to numbers and the products of `linear_segment.h`, by AVX2: all in floats, and as many blocks of a panel at once as
-   16 registers of 8 floats hold sums for. */
+/* Conversion of codes to numbers, and the products of `linear_segment.h`, with AVX2. Everything is computed in floats.
+   16 registers of 8 floats hold the sums, which limits how many blocks of a panel are multiplied at once. */
 #pragma once
 
-/* Block b of one pair of inputs, e and o. Codes of QK_W4 are used where they lie in their word, 16^b times too large;
-   UNITS takes that off the sums. */
+/* Factors on the sums of QK_W4. `load_values` loads block b of one pair of inputs (e, o), and leaves QK_W4 codes at
+   their place in the word, where they are 16^b times too large. */
 static const float UNITS[4] = {1, 0x1p-4f, 0x1p-8f, 0x1p-12f};
 
 QK_INLINE void load_values(int storage, const uint8_t *w, int b, __m512 v[2]) {
     __m512i upper = _mm512_set1_epi32((int)0xffff0000), codes;
-    int to_top = 24 - 8 * (b % 2); /* of a code of e in 8 bits; o lies 16 bits higher */
+    int to_top = 24 - 8 * (b % 2); /* shift that moves an 8-bit code of e to the top; o is 16 bits higher */
     switch (storage) {
     case QK_F32:
     case QK_F16:
@@ -34,7 +34,7 @@ QK_INLINE void load_values(int storage, const uint8_t *w, int b, __m512 v[2]) {
             __m512i top = _mm512_slli_epi32(codes, to_top - 16 * i);
             if (storage == QK_W8) {
                 v[i] = _mm512_cvtepi32_ps(_mm512_srai_epi32(top, 24));
-            } else { /* an exponent of e4m3 in the place of a float's is 120 less */
+            } else { /* an e4m3 exponent in the place of a float's is 120 too small */
                 __m512i bits = _mm512_and_si512(_mm512_srai_epi32(top, 4), _mm512_set1_epi32((int)0x87f00000));
                 v[i] = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
             }
@@ -52,7 +52,7 @@ QK_INLINE void segment_blocks(int storage, int tokens, int first, int blocks, co
         UNROLL for (int b = 0; b < blocks; b++) {
             __m512 v[2];
             load_values(storage, w, first + b, v);
-            /* Into registers: GCC would load floats again for every token. */
+            /* Keep the values in registers: GCC would load floats again for every token. */
             UNROLL for (int i = 0; i < 2; i++) __asm__("" : "+x"(v[i].low), "+x"(v[i].high));
             UNROLL for (int i = 0; i < 2; i++)
                 UNROLL for (int m = 0; m < tokens; m++)

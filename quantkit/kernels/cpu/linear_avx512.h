@@ -1,7 +1,8 @@
-/* Codes to numbers and the products of `linear_segment.h`, by AVX-512: pairs of bf16 at once, 32 registers. */
+/* Conversion of codes to numbers, and the products of `linear_segment.h`, with AVX-512: pairs of bf16, 32 registers. */
 #pragma once
 
-/* bf16 of -8..7, twice: vpermw looks at five bits of a word, of which the highest belongs to the next nibble. */
+/* bf16 of -8..7, stored twice: vpermw reads five bits of a word, and the highest of these belongs to the next
+   nibble. */
 static const uint16_t INT4_VALUES[32] __attribute__((aligned(64))) = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
     0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040,
@@ -10,7 +11,7 @@ static const uint16_t INT4_VALUES[32] __attribute__((aligned(64))) = {
 static const uint16_t FP8_SUBNORMALS[32] __attribute__((aligned(64))) = {0x0000, 0x3b00, 0x3b80, 0x3bc0,
                                                                        0x3c00, 0x3c20, 0x3c40, 0x3c60};
 
-/* bf16 of e4m3 codes in the low bytes of words: the exponent is moved and its bias raised by 120. */
+/* Convert e4m3 codes in the low bytes of words to bf16: move the exponent and raise its bias by 120. */
 QK_INLINE __m512i fp8_words(__m512i v, __m512i table) {
     __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(v, 4), _mm512_set1_epi16(0x07f0));
     magnitude = _mm512_add_epi16(magnitude, _mm512_set1_epi16(0x3c00));
@@ -20,7 +21,7 @@ QK_INLINE __m512i fp8_words(__m512i v, __m512i table) {
     return _mm512_ternarylogic_epi32(_mm512_slli_epi16(v, 8), _mm512_set1_epi16((short)0x8000), magnitude, 0xea);
 }
 
-/* Lower and upper bytes of bf16 of m + 1/2 for m = 0..127. */
+/* Lower and upper bytes of m + 1/2 in bf16, for m = 0..127. */
 static uint8_t HALVES[2][128] __attribute__((aligned(64)));
 
 __attribute__((constructor)) static void fill_halves(void) {
@@ -31,7 +32,7 @@ __attribute__((constructor)) static void fill_halves(void) {
     }
 }
 
-/* Two blocks of QK_H8 codes as bf16 words. */
+/* Convert two blocks of QK_H8 codes to bf16 words. */
 QK_INLINE void half_words(__m512i codes, const __m512i table[4], __m512i v[2]) {
     __m512i low = _mm512_permutex2var_epi8(table[0], codes, table[1]);
     __m512i high = _mm512_permutex2var_epi8(table[2], codes, table[3]);
@@ -40,7 +41,7 @@ QK_INLINE void half_words(__m512i codes, const __m512i table[4], __m512i v[2]) {
     v[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-/* One pair of inputs of a panel as bf16 words, [block][lane][e, o]. */
+/* Load one pair of inputs of a panel as bf16 words, [block][lane][e, o]. */
 QK_INLINE void load_pair(int storage, const uint8_t *w, const __m512i table[4], __m512i v[4]) {
     if (storage == QK_BF16)
         UNROLL for (int b = 0; b < 4; b++) v[b] = _mm512_loadu_si512(w + 64 * b);
@@ -68,7 +69,7 @@ QK_INLINE void load_table(int storage, __m512i table[4]) {
         for (int i = 0; i < 4; i++) table[i] = _mm512_load_si512(HALVES[i / 2] + 64 * (i % 2));
 }
 
-/* The same pair as floats, v[e, o][block]. */
+/* Load one pair of inputs of a panel as floats, v[e, o][block]. */
 QK_INLINE void load_pair_f32(int storage, const uint8_t *w, const __m512i table[4], __m512 v[2][4]) {
     if (storage == QK_F32) {
         for (int i = 0; i < 8; i++) v[i / 4][i % 4] = _mm512_loadu_ps((const float *)w + 16 * i);
@@ -97,7 +98,7 @@ QK_INLINE void load_pair_f32(int storage, const uint8_t *w, const __m512i table[
     }
 }
 
-/* What both segments begin with: the table of the storage, and sums of zero. */
+/* Beginning of both segments: load the table of the storage type, and set the sums to zero. */
 #define START_SEGMENT(storage, tokens) \
     __m512i table[4]; \
     load_table(storage, table); \
@@ -134,7 +135,7 @@ QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const floa
             if (storage == QK_F32)
                 UNROLL for (int b = 0; b < 4; b++) {
                     v[i][b] = _mm512_loadu_ps((const float *)w + 64 * i + 16 * b);
-                    __asm__("" : "+v"(v[i][b])); /* into a register: GCC would load it again for every token */
+                    __asm__("" : "+v"(v[i][b])); /* keep in a register: GCC would load it again for every token */
                 }
             UNROLL for (int m = 0; m < tokens; m++) {
                 __m512 input = _mm512_set1_ps(x[m * stride + 2 * p + i]);

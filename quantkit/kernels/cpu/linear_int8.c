@@ -1,7 +1,7 @@
 /* y = x w' for int8 weights and inputs rounded to int8 per token: integer products, exact sums.
 
-   vpdpbusd multiplies unsigned by signed bytes, so codes are stored plus 128, and 128 times the sum of the inputs
-   (plus the zero point times it) is taken off at the end of a group. */
+   vpdpbusd multiplies unsigned by signed bytes, so codes of weights are stored plus 128. At the end of a group,
+   (128 + zero point) * (sum of the inputs) is subtracted. */
 #include "amx.h"
 #include "linear.h"
 
@@ -12,18 +12,18 @@ typedef struct {
     const QkLinear *linear;
     int8_t *x;
     float *row_scale;
-    int32_t *sums;  /* of the inputs, [token][group] */
+    int32_t *sums;  /* sums of the inputs, [token][group] */
     int64_t tokens, quads, groups;
     int64_t step;          /* quads that tiles multiply at once; 0: no tiles */
-    const uint8_t *packed; /* inputs for tiles; NULL: as they are */
+    const uint8_t *packed; /* inputs packed for tiles; NULL: not packed */
 } Job;
 
-/* partial[token][64] (+)= w * x over `quads` quads; x has `stride` bytes per token. */
+/* partial[token][64] += w * x over `quads` quads; with `first`, sums start at 0. x has `stride` bytes per token. */
 typedef void Segment(const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial, int first);
 
 #if QK_AVX512
-/* acc += products of four bytes. By hand: for the intrinsic GCC 12 copies every accumulator, at half the speed; and in
-   variables with names, because it keeps an array of them in memory. */
+/* acc += products of four bytes, in assembler: with the intrinsic, GCC 12 copies every accumulator, which halves the
+   speed. The accumulators are single variables, because GCC would keep an array of them in memory. */
 #define ADD_PRODUCTS(acc, w, x) __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x))
 #define PARTIAL(m, b) (partial + QK_PANEL * m + 16 * b)
 #define START(m) \
@@ -60,7 +60,8 @@ QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t st
     END(0) END(1) END(2) END(3) END(4) END(5)
 }
 #else
-/* Bytes become words, whose products in pairs are exact. `blocks` blocks of 16 outputs from `block` on. */
+/* Multiply `blocks` blocks of 16 outputs from `block` on. Bytes become 16-bit words, so that sums of products are
+   exact. */
 QK_INLINE void segment_blocks(int tokens, int block, int blocks, const uint8_t *w, const int8_t *x, int64_t stride,
                               int64_t quads, int32_t *partial, int first) {
     __m256i sum[MAX_TOKENS][8];
@@ -108,7 +109,8 @@ DEFINE(5)
 DEFINE(6)
 static Segment *const SEGMENTS[] = {segment_1, segment_2, segment_3, segment_4, segment_5, segment_6};
 
-/* Add the sums of a group of `count` tokens from `token` on to main, for blocks first..last; a token's are `stride` apart. */
+/* Add the sums of a group to main, for `count` tokens from `token` on and blocks first..last. stride: distance between
+   the sums of two tokens. */
 QK_INLINE void add_group(const Job *job, int64_t panel, int64_t group, int64_t token, int64_t count, int first, int last,
                          const int32_t *partial, int64_t stride, float *main) {
     const QkLinear *linear = job->linear;
@@ -130,7 +132,7 @@ QK_INLINE void add_group(const Job *job, int64_t panel, int64_t group, int64_t t
     }
 }
 
-/* Quads start..end of a panel for `tokens` tokens from `token` on. */
+/* Multiply quads start..end of a panel with `tokens` tokens from `token` on. */
 static void multiply(const Job *job, int64_t panel, int64_t start, int64_t end, int64_t token, int64_t tokens,
                      int32_t *partial, float *main) {
     int64_t width = job->linear->group / 4, blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS, stride = job->quads * 4;
@@ -153,7 +155,7 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     float *main = memory;
     int32_t *partial = (int32_t *)(memory + QK_ROWS * QK_PANEL);
     memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
-    /* Many tokens: a piece of the panel that fits the first-level cache at a time. */
+    /* Many tokens are multiplied with one piece of the panel at a time, which fits the first-level cache. */
     int64_t step = tokens <= MAX_TOKENS ? job->quads : TILE_QUADS;
     for (int64_t start = 0; start < job->quads; start += step)
         multiply(job, panel, start, qk_min(job->quads, start + step), token, tokens, partial, main);
@@ -161,7 +163,7 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
 }
 
 #if QK_AMX
-/* As one_panel, with the same sums, since they are of integers. */
+/* Like one_panel, but with tiles; integer sums are the same in any order. */
 static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int64_t tokens, float *main) {
     int64_t width = job->linear->group / 4;
     const uint8_t *w = job->linear->codes + panel * job->quads * QUAD_BYTES;
@@ -187,7 +189,7 @@ static void one_panel_by_tiles(const Job *job, int64_t panel, int64_t token, int
 }
 #endif
 
-/* Inputs for tiles, if the product is made by them. Returns 0; 1 when memory is out. */
+/* Prepare the inputs for tiles if the product uses tiles. Returns 0, or 1 if out of memory. */
 static int prepare_tiles(Job *job, int threads) {
 #if QK_AMX
     int64_t group = job->linear->group;
@@ -229,7 +231,7 @@ static int32_t sum_codes(const int8_t *codes, int64_t count) {
     return sum;
 }
 
-/* Sizes, and memory of the calling thread for the inputs. Returns 0; 1 when memory is out. */
+/* Set the sizes of a product, and get memory of the calling thread for its inputs. Returns 0, or 1 if out of memory. */
 static int begin(Job *job, const QkProduct *product) {
     const QkLinear *linear = product->linear;
     int64_t tokens = product->tokens, quads = (linear->k + 3) / 4;
@@ -259,7 +261,7 @@ int qk_linear_int8_share(const QkProduct *product, int thread, int threads) {
     return prepare_tiles(&job, 1) || run_panels(&job, panels);
 }
 
-/* As qk_linear; the input is always rounded to int8. */
+/* Like qk_linear, but the input is always quantized to int8. */
 QK_EXPORT int qk_linear_int8(const QkLinear *linear, const void *x, void *out, int64_t tokens, int is_bf16,
                              int activation, int threads) {
     QkProduct product = {linear, x, out, linear->n, tokens, is_bf16, activation};

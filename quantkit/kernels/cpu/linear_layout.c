@@ -1,9 +1,9 @@
-/* A weight (N, K), row after row, into the panels of linear.h. */
+/* Conversion of a row-major weight (N, K) to the panels of linear.h. */
 #include "linear.h"
 
-enum { COLUMNS = 64 };  /* a cache line of codes of each row at a time */
+enum { COLUMNS = 64 };  /* columns converted at once: a cache line of codes of each row */
 
-/* Where element (row, column) of a panel goes, in elements; a W4 code shares its word with three others. */
+/* Return the position of element (row, column) in a panel, in elements; four W4 codes share a word. */
 QK_INLINE int64_t index_in_panel(int storage, int64_t row, int64_t column) {
     int64_t pair = column / 2, parity = column % 2, block = row / 16, lane = row % 16;
     switch (storage) {
@@ -40,7 +40,7 @@ QK_INLINE void lay_out(int storage, const uint8_t *weights, int64_t n, int64_t k
                     put(storage, panels, row - first, column, weights, row * k + column);
 }
 
-/* panels: zeroed, one after another, panel_bytes each. Elements have the size of their number type. */
+/* panels: zeroed memory, panel_bytes per panel. Elements of `weights` have the size of their number type. */
 QK_EXPORT void qk_linear_layout(int storage, const uint8_t *weights, int64_t n, int64_t k, uint8_t *panels,
                                 int64_t panel_bytes) {
     switch (storage) {

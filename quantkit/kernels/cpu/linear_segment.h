@@ -1,7 +1,7 @@
 /* The innermost loops: one panel (64 outputs) times up to six tokens, over a run of input pairs that share a scale.
 
-   Included by linear.c only. Sums of one output are always formed in the same order, however many tokens there are: a
-   token's result does not depend on what else is in the batch. */
+   Only linear.c includes this file. The order of summation does not depend on the number of tokens, so a token's result
+   does not depend on what else is in the batch. */
 #pragma once
 #include "linear.h"
 
@@ -10,20 +10,20 @@ enum { MAX_TOKENS = 6 };
 static const int64_t PAIR_BYTES[] = {[QK_BF16] = 256, [QK_F32] = 512, [QK_W4] = 64, [QK_W8] = 128,
                                      [QK_FP8] = 128, [QK_F16] = 256, [QK_H8] = 128};
 
-/* What one panel's sums are multiplied by: main += scale * (sum - zero * sum of inputs). */
+/* Factors on the sums of one panel: main += scale * (sum - zero * sum of inputs). */
 typedef struct {
     __m512 scale[4], zero[4];
-    const float *inputs; /* sums of inputs by token; NULL: no zero points */
-    int64_t stride;      /* of inputs */
-    int dense;           /* main += sum */
-    int read_ahead;      /* fetch what comes after this run: its codes will be used more than once */
+    const float *inputs; /* sums of the inputs of each token; NULL: no zero points */
+    int64_t stride;      /* between tokens in `inputs` */
+    int dense;           /* no scales: main += sum */
+    int read_ahead;      /* prefetch the next run, while this run is used for several blocks of tokens */
 } Factors;
 
 /* main[token][64] += factors * (w * x) over `pairs` pairs; x has `stride` elements per token. */
 typedef void Segment(const uint8_t *w, const void *x, int64_t stride, int64_t pairs, const Factors *factors,
                      float *main);
 
-/* `sum` is of `blocks` blocks of 16 outputs from `first` on. */
+/* Add `sum` to main, scaled. It holds `blocks` blocks of 16 outputs from block `first` on. */
 QK_INLINE void finish_segment(int tokens, int first, int blocks, __m512 sum[MAX_TOKENS][4], const Factors *factors,
                               float *main) {
     main += 16 * first;
@@ -48,7 +48,7 @@ QK_INLINE void finish_segment(int tokens, int first, int blocks, __m512 sum[MAX_
         }
 }
 
-/* While a run of plain values is used for a first block of tokens, the next one comes from memory. */
+/* Prefetch the next run of unquantized values while the first block of tokens uses this run. */
 QK_INLINE void fetch_next(int storage, const uint8_t *w, const Factors *factors) {
     if ((storage == QK_BF16 || storage == QK_F32) && factors->read_ahead)
         UNROLL for (int i = 0; i < PAIR_BYTES[storage]; i += 64) _mm_prefetch((const char *)w + 16384 + i, _MM_HINT_T1);

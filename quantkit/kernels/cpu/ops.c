@@ -1,9 +1,10 @@
-/* Norms, rotation and gated activations: one read, one write, float32 between. See quantkit/kernels/cpu/ops.py. */
+/* Norms, rotation and gated activations, each with one read, one write, and float32 in between. See
+   quantkit/kernels/cpu/ops.py. */
 #include "activations.h"
 #include "ops.h"
 #include "vector_math.h"
 
-/* Rows worth a second thread: below this the barrier costs more than the work. */
+/* Below this many elements, the barrier of a second thread costs more than the work. */
 #define PARALLEL_ELEMENTS (1 << 16)
 
 QK_INLINE float row_scale(const void *x, int64_t width, int type, float eps) {
@@ -65,7 +66,7 @@ void qk_add_norm_row(const void *x, const void *residual, const void *weight, vo
     else add_norm_row(x, residual, weight, normed, total, width, QK_BF16, eps, offset);
 }
 
-/* All dense. */
+/* All arrays are dense. */
 QK_EXPORT void qk_add_rms_norm(const void *x, const void *residual, const void *weight, void *normed, void *total,
                                int64_t rows, int64_t width, double eps, double offset, int type, int threads) {
     int64_t row_bytes = width * qk_state_bytes(type);
@@ -93,7 +94,7 @@ void qk_rotate_head(void *states, const float *cos, const float *sin, int64_t ha
     else rotate_head(states, cos, sin, half, QK_BF16);
 }
 
-/* Channel i turns with channel i + half; strides in elements, heads of a token lie one after another. */
+/* Rotate channel i with channel i + half. Strides are in elements; the heads of a token are adjacent. */
 QK_EXPORT void qk_rotary(void *query, void *key, const float *cos, const float *sin, int64_t tokens,
                          int64_t query_heads, int64_t key_heads, int64_t head_dim, int64_t query_stride,
                          int64_t key_stride, int64_t half, int type, int threads) {

@@ -1,7 +1,7 @@
-"""Small operations with the C kernels: float32 and bf16 on the CPU, dense rows. `None` means that no kernel takes the
-tensors.
+"""Small operations with the C kernels: float32 and bf16 on the CPU, dense rows.
 
-`kernels.ops` defines the operations and runs the reference where this module returns None.
+`kernels.ops` defines the operations. A function returns None (`rotary_`: False) if no kernel supports the tensors;
+`kernels.ops` then runs the reference.
 """
 
 import functools
@@ -15,10 +15,10 @@ from torch import Tensor
 from quantkit.kernels import cpu
 
 STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Number of each activation dtype in `activations.h`."""
+"""The number that stands for each activation dtype in `activations.h`."""
 
 GATES = {"silu": 0, "swish": 0, "gelu": 1, "gelu_new": 2, "gelu_fast": 2, "gelu_pytorch_tanh": 2}
-"""Number of each gate activation in `ops.c`."""
+"""The number that stands for each gate activation in `ops.c`."""
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def rms_norm(
 
 
 def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
-    """See `ops.rotary_`; return whether a kernel did it."""
+    """See `ops.rotary_`; return False if no kernel supports the tensors."""
     call, kind = _functions(), STATE_TYPES.get(query.dtype)
     if interleaved or call is None or kind is None or not query.is_cpu or key.dtype != query.dtype:
         return False

@@ -1,4 +1,4 @@
-/* One thread's share of a product with a weight of linear.h, for whoever is in a parallel region already. */
+/* One thread's share of a product with a weight of linear.h, for callers inside a parallel region. */
 #pragma once
 #include "quantkit.h"
 
@@ -10,10 +10,10 @@ typedef struct {
     const void *x;
     void *out;
     int64_t stride, tokens;
-    int is_bf16, activation; /* QK_TO_..: inputs are rounded to it */
+    int is_bf16, activation; /* activation: type that inputs are rounded to, QK_TO_.. */
 } QkProduct;
 
-/* One thread's panels of a product, inside a parallel region; each thread prepares the inputs for itself. The second is for
-   QK_U8. Return 0; 1 when memory is out. */
+/* Multiply one thread's panels of a product, inside a parallel region. Each thread prepares the inputs for itself. The
+   second function is for QK_U8. Both return 0, or 1 if out of memory. */
 int qk_linear_share(const QkProduct *product, int thread, int threads);
 int qk_linear_int8_share(const QkProduct *product, int thread, int threads);

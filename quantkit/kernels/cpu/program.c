@@ -1,7 +1,8 @@
 /* A decode step as one call: a list of operations over fixed buffers, run by one team of threads. See program.py.
 
-   Threads are forked once per step. Between operations they meet at a barrier that spins, because the next operation
-   follows within microseconds; after a while they yield, because the thread that they wait for may have lost its core. */
+   Threads are forked once per step. Between operations, they wait at a barrier that spins, because the next operation
+   follows within microseconds. After a while they yield, because the thread that they wait for may have lost its
+   core. */
 #include "attention.h"
 #include "product.h"
 #include "ops.h"
@@ -14,7 +15,7 @@
 enum { NORM, LINEAR, LINEAR_INT8, ATTENTION, GATE };
 enum { SPINS = 4000 }; /* a few tens of microseconds */
 
-/* An operation on the rows of a step, one row per sequence. Buffers are dense but for `stride`. */
+/* An operation on the rows of a step, one row per sequence. Buffers are dense, except for `stride`. */
 typedef struct {
     int64_t kind, meets;       /* meets: whether all threads must end it before the next operation begins */
     const void *what;          /* norm: weight; product: QkLinear; attention: Attend */
@@ -22,7 +23,7 @@ typedef struct {
     void *residual;            /* norm: added to x, and replaced by the sum; NULL: none */
     void *out;
     int64_t width, stride;     /* norm, gate: channels of an output row; product: elements between output rows */
-    int64_t choice;            /* product: what inputs are rounded to; gate: activation */
+    int64_t choice;            /* product: type that inputs are rounded to; gate: activation */
     double eps, offset;
 } Op;
 
@@ -32,15 +33,15 @@ typedef struct {
     const attention_options *options;
     const void *query_norm, *key_norm; /* NULL: none */
     const void *const *angles;         /* cosines and sines by position; NULL: no rotation */
-    int64_t query_heads, half;         /* half: channels that turn, halved */
+    int64_t query_heads, half;         /* half: half the number of channels that rotate */
     double eps, offset;
 } Attend;
 
 typedef struct {
     const Op *ops;
     int64_t count, type;      /* type: QK_F32 or QK_BF16 */
-    const kv_batch *batch;    /* one new token each */
-    const int64_t *positions; /* in the text */
+    const kv_batch *batch;    /* one new token per sequence */
+    const int64_t *positions; /* of the new tokens in their texts */
 } Program;
 
 typedef struct {
@@ -85,7 +86,7 @@ static void run_gate(const Op *op, int64_t rows, int type, int thread, int threa
                     (int)op->choice, type);
 }
 
-/* The heads that share a key head are normed, rotated, attended and stored by one thread. */
+/* One thread norms, rotates, attends and stores all heads that share a key head. */
 static int run_attention(const Program *p, const Op *op, int thread, int threads) {
     const Attend *call = op->what;
     const kv_layer *layer = call->layer;
@@ -97,7 +98,7 @@ static int run_attention(const Program *p, const Op *op, int thread, int threads
                    stride, stride, stride, call->query_heads, group, call->options->window,
                    (float)call->options->scale, (float)call->options->softcap, type};
     int failed = 0;
-    /* In turns, because sequences differ in length. */
+    /* Threads take tasks in turn, because sequences differ in length. */
     for (int64_t task = thread; task < p->batch->sequences * heads; task += threads) {
         int64_t sequence = task / heads, head = task % heads;
         for (int64_t i = 0; i <= group; i++) { /* the key head last */
@@ -130,7 +131,7 @@ static int run_op(const Program *p, const Op *op, int thread, int threads) {
     }
 }
 
-/* Returns 0, or 1 when memory is out. */
+/* Run all operations. Returns 0, or 1 if out of memory. */
 QK_EXPORT int qk_run_program(const Program *program, int threads) {
     Team team = {0};
 #pragma omp parallel num_threads(threads) if (threads > 1)

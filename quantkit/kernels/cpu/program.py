@@ -1,8 +1,8 @@
 """A decode step as a list of operations over fixed buffers, which C runs in one call with one team of threads.
 
 The caller records the operations of a model once; `program.c` then runs them for one new token of each sequence. Every
-operation computes what its own function in `kernels.ops`, `linear` and `attention` does, with the same bits: threads
-share the rows, panels, heads or channels of an operation, and a sum never depends on who computes it.
+operation gives the same bits as its own function in `kernels.ops`, `linear` or `attention`: threads divide the rows,
+panels, heads or channels of an operation, and a sum does not depend on which thread computes it.
 """
 
 import functools
@@ -53,7 +53,7 @@ class _Program(Structure):
 
 
 class AngleTable(Structure):
-    """Addresses of cosines and sines by position, (positions, R/2) float32; they may change between steps."""
+    """Addresses of the tables of cosines and sines (positions, R/2) float32; the tables may move between steps."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p))
 
@@ -85,7 +85,7 @@ class Program:
             residual_rows=self.residual_rows.ctypes.data,
         )
         self._ops: list[_Op] = []
-        self._kept: list[object] = []  # what the pointers of operations lead to
+        self._kept: list[object] = []  # objects that the pointers of operations refer to
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._products = self._num_linears = 0
         self._program: Any = None
@@ -100,8 +100,8 @@ class Program:
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor, residual: Tensor | None = None
     ) -> None:
-        """Record `ops.rms_norm`; `residual` becomes the sum. `out` may be `x`."""
-        # Both norms work by rows, which the same thread computes in both.
+        """Record `ops.rms_norm`; the sum replaces `residual`. `out` may be `x`."""
+        # Two norms need no barrier between them, because the same thread computes a row in both.
         if self._ops and self._ops[-1].kind == _NORM:
             self._ops[-1].meets = 0
         self._kept.append(weight)
@@ -130,13 +130,13 @@ class Program:
         num_heads: int,
         out: Tensor,
     ) -> None:
-        """Record norm and rotation of queries and keys, which change `qkv`, attention, and storing of keys and values.
+        """Record attention: norm and rotate queries and keys in `qkv`, attend, and store keys and values.
 
         Args:
             qkv: (rows, (Hq + 2 Hkv) D): all queries, all keys, all values.
-            attention: of the layer.
-            options: of the layer; rotation is never interleaved.
-            angles: of the rotation; None = no rotation.
+            attention: attention of the layer.
+            options: options of the layer; `interleaved` must be False.
+            angles: tables of the rotation; None = no rotation.
             half: R/2.
             num_heads: Hq.
             out: (rows, Hq D).
@@ -164,13 +164,13 @@ class Program:
         self._ops.append(_Op(kind=kind, meets=meets, what=what, x=x.data_ptr(), out=out.data_ptr(), **fields))
 
     def run(self, count: int, table: Array) -> None:
-        """Run all operations for the first `count` rows. The caller has filled their inputs.
+        """Run all operations for the first `count` rows. The caller must have filled their inputs.
 
         Args:
             count: number of sequences.
             table: (count, P) int32, page numbers of each sequence.
         Raises:
-            ResourceError: memory for scratch space is out.
+            ResourceError: there is not enough memory for scratch space.
         """
         if self._program is None:
             self._program = self._finish()

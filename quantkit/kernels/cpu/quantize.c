@@ -1,4 +1,4 @@
-/* Inputs rounded at run time, one symmetric scale per token; the arithmetic of numerics.affine.fake_quantize_tokens. */
+/* Quantize inputs at run time with one symmetric scale per token, as kernels.reference.ops.quantize_tokens does. */
 #include "linear.h"
 #include <float.h>
 
@@ -10,10 +10,10 @@ QK_INLINE __m512 load(const void *x, int is_bf16, int64_t i, __mmask16 mask) {
 
 QK_INLINE __mmask16 lanes_of(int64_t left) { return left >= 16 ? 0xffff : (__mmask16)((1u << left) - 1); }
 
-/* The scale; NaN when the row holds a NaN or an infinity, so that every result of the row becomes NaN. */
+/* Return the scale of a row; NaN if the row holds a NaN or an infinity, so that every result of the row becomes NaN. */
 QK_INLINE float row_scale(const void *x, int is_bf16, int64_t k, float half_range) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    __m512i most = _mm512_setzero_si512(); /* as integers: a NaN is larger than everything */
+    __m512i most = _mm512_setzero_si512(); /* compared as integers: a NaN is larger than every number */
     for (int64_t i = 0; i < k; i += 16) {
         __m512 v = load(x, is_bf16, i, lanes_of(k - i));
         most = _mm512_max_epi32(most, _mm512_and_si512(_mm512_castps_si512(v), magnitude));
@@ -42,7 +42,7 @@ float qk_quantize_int8(const void *x, int is_bf16, int64_t k, int64_t padded, in
     return scale;
 }
 
-/* Nearest e4m3 value, ties to even; |v| <= 448. */
+/* Round to the nearest e4m3 value, ties to even; |v| <= 448. */
 QK_INLINE __m512 round_fp8(__m512 v) {
     __m512i bits = _mm512_castps_si512(v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));

@@ -1,4 +1,4 @@
-/* What all native kernels share: vectors of sixteen lanes and per-thread scratch memory. */
+/* Shared by all kernels of this folder: vectors of sixteen lanes, and scratch memory of each thread. */
 #pragma once
 #include <immintrin.h>
 #include <math.h>
@@ -9,7 +9,8 @@
 #define QK_EXPORT __attribute__((visibility("default")))
 #define QK_INLINE static inline __attribute__((always_inline))
 
-/* Whether there are products of bf16 and of bytes, and 32 registers of 16 floats; else all is done in floats with AVX2. */
+/* Whether the CPU has products of bf16 and of bytes, and 32 registers of 16 floats. Otherwise, everything is computed
+   in floats with AVX2. */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
     defined(__AVX512VBMI__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define QK_AVX512 1
@@ -18,8 +19,8 @@
 #include "avx2.h"
 #endif
 
-/* Memory of the calling thread, 64-byte aligned, at least `bytes` long, contents undefined. Slots are independent; a
-   later call with the same slot may move it. NULL when memory is out. */
+/* Return memory of the calling thread: 64-byte aligned, at least `bytes` long, with undefined contents. Slots are
+   independent. A later call with the same slot may move the memory. Returns NULL if out of memory. */
 enum { QK_SLOT_LINEAR_INPUT, QK_SLOT_LINEAR_FLOATS, QK_SLOT_LINEAR_SCALES, QK_SLOT_LINEAR_SUMS, QK_SLOT_LINEAR_PANEL,
        QK_SLOT_LINEAR_TILES, QK_SLOT_ATTENTION_A, QK_SLOT_ATTENTION_B, QK_NUM_SLOTS };
 void *qk_scratch(int slot, size_t bytes);
@@ -27,7 +28,7 @@ void *qk_scratch(int slot, size_t bytes);
 QK_INLINE int64_t qk_min(int64_t a, int64_t b) { return a < b ? a : b; }
 QK_INLINE int64_t qk_max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Share of a thread, or of a block of tokens: first..last. */
+/* Items first..last, without last. `qk_share` returns share `number` of `count` items. */
 typedef struct { int64_t first, last; } QkRange;
 QK_INLINE QkRange qk_share(int64_t count, int number, int shares) {
     return (QkRange){count * number / shares, count * (number + 1) / shares};

@@ -1,4 +1,5 @@
-/* Scratch memory by thread, kept until the thread ends with the process; and what the library and the machine have. */
+/* Scratch memory of each thread, kept until the process ends; and the instructions that this library and machine
+   have. */
 #include "amx.h"
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -16,7 +17,7 @@ void *qk_scratch(int slot, size_t bytes) {
     return slots[slot].memory;
 }
 
-/* Whether this library multiplies bf16 as it is. */
+/* Whether this library multiplies bf16 without conversion. */
 QK_EXPORT int qk_has_avx512(void) { return QK_AVX512; }
 
 int qk_has_amx(void) {

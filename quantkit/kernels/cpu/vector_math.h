@@ -1,10 +1,10 @@
-/* Functions of sixteen floats at once, right to a few units in the last place; NaN goes in, NaN comes out. */
+/* Functions of sixteen floats at once, accurate to a few units in the last place unless noted. NaN gives NaN. */
 #pragma once
 #include "quantkit.h"
 
 /* e^x; 0 below -103, infinity above 88.8. Degree-6 Taylor around the nearest power of two. */
 QK_INLINE __m512 qk_exp(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-120.0f), _mm512_min_ps(_mm512_set1_ps(120.0f), x)); /* NaN is kept: it comes second */
+    x = _mm512_max_ps(_mm512_set1_ps(-120.0f), _mm512_min_ps(_mm512_set1_ps(120.0f), x)); /* keeps NaN: 2nd operand */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -18,7 +18,7 @@ QK_INLINE __m512 qk_exp(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* Near zero by a polynomial (Moshier's Cephes library), else by e^2x. */
+/* tanh x: near zero by a polynomial (Moshier's Cephes library), elsewhere from e^2x. */
 QK_INLINE __m512 qk_tanh(__m512 x) {
     __m512 one = _mm512_set1_ps(1.0f), z = _mm512_mul_ps(x, x);
     __m512 e = qk_exp(_mm512_add_ps(x, x));
@@ -32,7 +32,7 @@ QK_INLINE __m512 qk_tanh(__m512 x) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(0.625f), _CMP_LT_OQ), far, near);
 }
 
-/* Abramowitz and Stegun 7.1.26: absolute error 1.5e-7. */
+/* erf x, by Abramowitz and Stegun 7.1.26; absolute error 1.5e-7. */
 QK_INLINE __m512 qk_erf(__m512 x) {
     __m512 one = _mm512_set1_ps(1.0f), a = _mm512_abs_ps(x);
     __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(a, _mm512_set1_ps(0.3275911f), one));
@@ -48,7 +48,7 @@ QK_INLINE __m512 qk_erf(__m512 x) {
 }
 
 #if QK_AVX512
-/* Sums of sixteen vectors, lane i of the result from v[i]. Destroys v. */
+/* Sum each of sixteen vectors; lane i of the result is the sum of v[i]. Overwrites v. */
 QK_INLINE __m512 qk_sum_each(__m512 *v) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
@@ -66,7 +66,7 @@ QK_INLINE __m512 qk_sum_each(__m512 *v) {
 }
 #endif
 
-/* Lanes of a vector that starts at `at` and lie before `end`. */
+/* Return the mask of the lanes before `end`, in a vector that starts at `at`. */
 QK_INLINE __mmask16 qk_lanes(int64_t at, int64_t end) {
     return end - at >= 16 ? 0xFFFF : end <= at ? 0 : (__mmask16)((1u << (end - at)) - 1);
 }

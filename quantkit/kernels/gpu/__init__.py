@@ -1,9 +1,9 @@
-"""Triton kernels for CUDA devices; imported only if a tensor is on such a device and Triton is installed.
+"""Triton kernels for CUDA devices; `module` imports them if a tensor is on such a device and Triton is installed.
 
 `QUANTKIT_TRITON=0` disables the kernels. Torch does the work if they are disabled or Triton is missing. Torch also
 replaces a family of kernels that gives wrong results or does not compile on a device. Each file has its device
 functions first, then the Python functions that launch them. `kernels.reference` and `numerics` define the results;
-tests compare the kernels with these in Triton's interpreter.
+tests run the kernels in Triton's interpreter and compare them with these definitions.
 """
 
 import functools
@@ -24,11 +24,11 @@ FAMILIES = {
     "ops": "norms and gates",
     "quantized_linear": "products with quantized weights",
 }
-"""Kernel families, each in the module of its name, and what they compute. Torch replaces a family as a whole."""
+"""What each family of kernels computes, keyed by the name of its module. Torch replaces a family as a whole."""
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-_replaced: dict[tuple[str, int | None], str] = {}  # why torch replaces a family, keyed by it and device number
+_replaced: dict[tuple[str, int | None], str] = {}  # reason why torch replaces a family; keys: family, device number
 _measuring = 0  # while more than 0, no family is replaced
 
 
@@ -89,7 +89,7 @@ def measuring() -> Iterator[None]:
 
 
 def attempt(family: str, device: torch.device, launch: Callable[..., T], *arguments: Any) -> T | None:
-    """Launch a kernel; return None if Triton has refused it. Torch then replaces the family."""
+    """Return the result of `launch`; None if Triton refuses the kernel, after which torch replaces the whole family."""
     if why_replaced(family, device) is not None:
         return None
     try:

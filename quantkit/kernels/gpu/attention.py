@@ -1,5 +1,8 @@
-"""Paged attention of a layer on a CUDA device, in up to four launches: norm, rotate and store heads; attend for
-sequences with one new token; attend for sequences with more; store keys that are quantized per channel."""
+"""Paged attention of a layer on a CUDA device, in up to four launches.
+
+The first launch norms, rotates and stores heads. The second attends for sequences with one new token, the third for
+sequences with several. The fourth stores keys that are quantized per channel.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +29,7 @@ def can(views: KVViews) -> bool:
 
 
 class TritonAttention:
-    """Attention of one layer, see `types.PagedAttention`; in a decode step, it reads only device tensors.
+    """Attention of one layer, see `types.PagedAttention`. The kernels read lengths on the device.
 
     Args:
         views: pages of the layer.
@@ -41,7 +44,7 @@ class TritonAttention:
     def __call__(
         self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
     ) -> Tensor:
-        # Kernels read channels as neighbours; tokens and heads may have any strides.
+        # Kernels need contiguous channels; tokens and heads may have any strides.
         query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in states)
         states, views = (query, key, value), self._views
         # A fixed batch cannot fall back to torch, which reads lengths on the host.

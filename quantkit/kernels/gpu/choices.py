@@ -30,7 +30,7 @@ class Tile:
     """Part of a product or of attention that one program computes.
 
     Args:
-        rows: inputs of a product; in attention, new tokens times query heads per key head.
+        rows: input rows of a product; in attention, new tokens times query heads per key head.
         columns: outputs of a product; in attention, cached tokens read at once, at most a page.
         warps, stages: warps and pipeline stages of a program.
         programs: target number of programs per multiprocessor when K, or a sequence, is split.
@@ -46,7 +46,7 @@ class Tile:
         """Return the launch options; empty if Triton chooses them.
 
         Args:
-            staged: whether the kernel also takes its stages as the constant STAGES.
+            staged: whether the kernel also needs the number of stages as the constant STAGES.
         """
         if IS_TUNING:
             return {}
@@ -54,20 +54,20 @@ class Tile:
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# 64 rows are the most for which registers hold the sums and, beside them, the sums of one group.
+# With more than 64 rows, registers could not hold both the sums and the sums of one group.
 _TILES = {
     8: Tile(rows=8, columns=128, warps=4, stages=3),
     16: Tile(rows=16, columns=128, warps=4, stages=3),
     32: Tile(rows=32, columns=128, warps=8, stages=3),
     64: Tile(rows=64, columns=128, warps=8, stages=3, programs=1),
 }
-# On these chips, tensor cores take their second operand from registers too.
+# On these chips, tensor cores read their second operand from registers too, so fewer registers are left.
 _TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(rows=64, columns=64, warps=4, stages=3)}
 MOST_TILE_ROWS = max(_TILES)
 
 
 def autotuned(*key: str, staged: bool) -> Callable[[Any], Any]:
-    """Let Triton time warps and stages of a kernel for each value of `key`, if autotuning is on.
+    """If autotuning is on, let Triton choose warps and stages of a kernel by timing, for each value of `key`.
 
     Args:
         key: names of the kernel arguments that identify a shape.
@@ -102,10 +102,11 @@ def page_tile(
         page_size: tokens of a page.
         chip: compute capability.
         single: whether each sequence has one new token.
-        quantized, halved: whether keys or values are quantized; whether two of their channels share a byte.
+        quantized: whether keys or values are quantized.
+        halved: whether two channels of keys or values share a byte.
     """
     wide = head_dim > 128
-    # With three stages, two tiles are loaded during work on a third, if shared memory holds them and a second program.
+    # With three stages, two tiles are loaded during work on a third; shared memory must hold that for two programs.
     stages = 3 if chip in _ROOMY and (single or not wide) else 2
     columns = min(page_size, 32 if wide else 64)
     if single:

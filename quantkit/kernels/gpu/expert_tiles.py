@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN202, RET505  of branches on constants one is compiled
+# ruff: noqa: ANN001, ANN202, RET505  only one branch on a constant is compiled
 """Products of tokens with the weights of their chosen experts, without asking the host how many rows each expert has.
 
-A pair is a token and one of its experts; pair p belongs to token p / k. Pairs are sorted by expert, and each program
-takes up to BLOCK_M rows of one expert. The number of programs depends only on the numbers of pairs and experts;
-programs without rows end at once. The first product gathers its rows by token and computes activation(gate) * up, whose
-columns are adjacent in a tile. The second product scales its rows by the router weights. Weights are packed as in
-`packing`, or unquantized in 16 bits. Source: see `w4a16`; Gale et al. 2022, MegaBlocks.
-Shapes: T tokens, k experts of each, P = T k pairs, E experts, M rows, N outputs, K inputs.
+A pair is a token and one of its experts; pair p belongs to token p / k. A product has one row per pair. Pairs are
+sorted by expert, and each program handles up to BLOCK_M rows of one expert. The number of programs depends only on the
+numbers of pairs and experts; programs without rows end at once. The first product gathers its rows by token and
+computes activation(gate) * up; in a tile, each gate column is next to its up column. The second product scales its rows
+by the router weights. Weights are packed as in `packing`, or unquantized in 16 bits.
+Source: see `w4a16`; Gale et al. 2022, MegaBlocks.
+Shapes: T tokens, k experts per token, P = T k pairs, E experts, M rows, N outputs, K inputs.
 """
 
 import triton
@@ -28,13 +29,13 @@ _DENSE_TILES = (
     Tile(rows=64, columns=128, warps=8, stages=3),
     Tile(rows=128, columns=128, warps=8, stages=3),
 )
-# So many blocks of rows go through all outputs before the next blocks start: what they read stays in the L2 cache.
+# This many blocks of rows go through all outputs before the next blocks start, so what they read stays in the L2 cache.
 _BLOCKS_AT_ONCE = 8
 
 
 @triton.jit
 def _scaled_sums(sums, scale, outer, expert, outputs, kept, GROUP: tl.constexpr, SCALES: tl.constexpr):
-    """Apply to one expert's sums (M, N) the scales that were not applied block by block."""
+    """Multiply one expert's sums (M, N) by the scales that were not applied block by block."""
     if GROUP == 0:
         sums *= load_scale(scale + outputs, kept, SCALES)[None, :]
     if SCALES == 1:  # `packing.E4M3_BYTES`
@@ -60,7 +61,7 @@ def _block_of(starts, block, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _beginning_of(expert, rows, columns):
-    """Return the offset of one expert's (rows, columns) in an array over experts."""
+    """Return the offset of one expert's (rows, columns) matrix in an array that holds all experts."""
     return expert.to(tl.int64) * rows * columns
 
 
@@ -97,7 +98,7 @@ def _expert_tile_kernel(
     number = tl.program_id(0)
     block_of_rows = number // (AT_ONCE * num_tiles) * AT_ONCE + number % AT_ONCE
     tile = number % (AT_ONCE * num_tiles) // AT_ONCE
-    # Each program searches for itself: a list of blocks would be one more launch.
+    # Each program searches for its own block, because a list of blocks would need another launch.
     expert, first, end = _block_of(starts, block_of_rows, E, EXPERTS, BLOCK_M)
     if end == 0:
         return
@@ -170,7 +171,7 @@ def multiply_tiles(
 
 
 def _tile(rows: int, weight: PackedWeight) -> Tile:
-    """Return the smallest tile that holds `rows`, the average number of rows per expert; otherwise the largest."""
+    """Return the smallest tile that holds `rows`, the average number of rows per expert; else the largest tile."""
     if weight.scale is not None:
         chip = capability(weight.words.device)
         # Before Hopper, 64 gathered rows need more registers than there are.

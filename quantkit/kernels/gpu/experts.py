@@ -1,7 +1,7 @@
 """Mixture of experts without synchronizing with the host: torch sorts and sums, two grouped products multiply.
 
 A pair is a token and one of its experts. `expert_tiles` holds the products; `reference.experts` defines the results.
-Shapes: T tokens, k experts of each, P = T k pairs, E experts, H hidden width, I width of an expert.
+Shapes: T tokens, k experts per token, P = T k pairs, E experts, H hidden width, I width of an expert.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from quantkit.kernels.reference.ops import DenseLinear, gated
 from quantkit.kernels.types import Linear, LinearFacts
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Function that maps router scores (T, E) to the weights and the numbers (T, k) of the chosen experts."""
+"""Function that maps router scores (T, E) to the weights (T, k) and the indices (T, k) of the chosen experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class TritonExperts:
 
         Args:
             x: (T, H), T at least 1; not modified.
-            chosen: (T, k) expert numbers, all different within a token.
+            chosen: (T, k) indices of experts, all different within a token.
             weights: (T, k) float32, factors on the experts' outputs.
             shared, score: see `types.StackedExperts`.
         """
@@ -87,10 +87,10 @@ def sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort pairs by expert, and by token within an expert.
 
     Args:
-        chosen: (T, k) expert numbers.
+        chosen: (T, k) indices of experts.
         num_experts: E.
     Returns:
-        order: (P,) int32, pairs.
+        order: (P,) int32, indices of the pairs.
         starts: (E + 1,) int32, where each expert's pairs begin in `order`.
     """
     experts, order = chosen.flatten().sort(stable=True)
@@ -115,7 +115,7 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
                 outer = torch.ones(count, device=weight.words.device)
                 stacked.append(replace(weight.each(lambda one: one.new_empty(count, *one.shape)), outer=outer))
             if not _fits(stacked[index], weight):
-                return f"experts are stored in several ways: expert {number} differs from those before it"
+                return f"experts are stored in several ways: expert {number} differs from the experts before it"
             cast(Tensor, stacked[index].outer)[number] = weight.outer
             for whole, one in zip(stacked[index].tensors, weight.tensors, strict=True):
                 # One by one, because two copies of all experts of a layer might not fit the device.
@@ -125,14 +125,14 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
 
 
 def _weight_of(linear: Linear) -> PackedWeight | str:
-    """Return the packed weight of one expert, or the reason why no kernel takes it."""
+    """Return the packed weight of one expert, or the reason why no kernel supports it."""
     if isinstance(linear, PackedLinear) and linear.bias is None and linear.packed.packing.bits in (4, 8):
         return linear.packed
     if isinstance(linear, DenseLinear) and linear.bias is None:
         shape = (linear.out_features, linear.in_features)
         return PackedWeight(words=linear.weight.contiguous(), scale=None, zero=None, shape=shape, packing=PLAIN)
     with_bias = ", with a bias" if getattr(linear, "bias", None) is not None else ""
-    return f"there is no kernel for experts that are {linear.description}{with_bias}"
+    return f"there is no kernel for experts stored as {linear.description}{with_bias}"
 
 
 def _dequantized(weights: PackedWeight, number: int, dtype: torch.dtype) -> Tensor:
@@ -142,7 +142,7 @@ def _dequantized(weights: PackedWeight, number: int, dtype: torch.dtype) -> Tens
 
 
 def _fits(stacked: PackedWeight, weight: PackedWeight) -> bool:
-    """Whether a weight is stored in the same way as the others."""
+    """Whether a weight is stored in the same way as the weights in the stack."""
     forms = [
         [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in one.tensors]
         for one in (stacked.each(lambda tensor: tensor[0]), weight)

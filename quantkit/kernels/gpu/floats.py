@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, RET505  of branches on constants one is compiled
+# ruff: noqa: ANN001, ANN201, RET505  only one branch on a constant is compiled
 """Conversion of 4-bit and 8-bit floats inside words by moving bits, identical on every chip and in the interpreter.
 
-To decode, sign, exponent and mantissa of a code move to their positions in float16. The result is the code's value
-times 2^-`packing.FACTOR_BITS`, also for subnormal codes, because float16 has subnormals too. The scales already include
-this power of two. Encoding to e4m3 moves bits in the same way.
+Decoding moves the sign, exponent and mantissa of a code to their positions in float16. The result is the code's value
+times 2^-`packing.FACTOR_BITS`, also for subnormal codes, because float16 has subnormals too. The scales include the
+missing factor. Encoding to e4m3 moves bits in the same way.
 
     e4m3    seee emmm             float16  seee eemm mmmm mmmm
     e2m1    seem                           s..e eeem mm.. ....   <- e4m3, times 2^8
@@ -28,8 +28,8 @@ _E2M1: tl.constexpr = tl.constexpr(0x0E000E00)
 
 @triton.jit
 def field_bits(words, SHIFT: tl.constexpr, KIND: tl.constexpr):
-    """Return the float16 bits of the two codes at bit SHIFT of each word's halves; one mask and shift serves both
-    halves.
+    """Return the float16 bits of two codes per word, which begin at bit SHIFT of its two halves. One mask and one shift
+    serve both halves.
     """
     if KIND == 1:  # `packing.E4M3`
         if SHIFT == 0:
@@ -82,7 +82,7 @@ def load_inputs(at, mask):
 
 @triton.jit
 def row_factor(inputs):
-    """Return the factor that the row scales must still include; see `load_inputs`."""
+    """Return the factor by which loaded inputs are too small; see `load_inputs`."""
     return 256.0 if inputs.dtype.element_ty == tl.uint8 else 1.0
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 GATES = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "gelu_fast": 1}
-"""The kernels' number of each supported gate activation, keyed by its name in config.json."""
+"""The number that stands for each supported gate activation in the kernels, keyed by name in config.json."""
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def load_gated(x, row, columns, width, GATE: tl.constexpr):
 
 @triton.jit
 def outputs_of(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Return the output numbers of a product's tile, and a mask of the existing ones. With gates, each gate is followed
-    by its up.
+    """Return the output indices of a product's tile, and a mask of the indices that exist. If GATED, each gate is
+    followed by its up output.
     """
     lanes = tl.arange(0, BLOCK_N)
     if GATED:

@@ -4,17 +4,17 @@
 
 Rounding matches `reference.kv_codes` bit for bit. E4M3 is rounded with integer operations, so that it works on every
 device. A second launch after attention stores keys that are quantized per channel.
-Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, R that rotate, S tokens per page.
+Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, R of them rotate, S tokens per page.
 
 Storing before attention is safe, because attention reads only earlier positions from the cache and takes new tokens
 from `key` and `value`. Shared pages are never written. A later step overwrites rejected drafts, because it
-stores all positions from its first new one on. Padding of a captured batch has slots of -1 and stores nothing.
+stores all positions from its first new one on. Padding tokens of a captured batch have slot -1 and are not stored.
 
 Keys with scales per channel stay in the sequence's residual window, in 16 bits, until their page is complete. Attention
-reads the window before this step's update, so their launch comes after it. One program quantizes each page that the
-sequence completes. Only the page that was open has older keys; its program reads these from the window before it writes
-the newest keys there. The other programs read only new keys. So no key is read after it has been overwritten, for any
-number of new tokens.
+must read the window before this step updates it, so these keys are stored in a launch after attention. Each page that a
+sequence completes is quantized by one program. Only the page that was open has older keys; its program reads these from
+the window before it writes the newest keys there. The other programs read only new keys. So no key is read after it has
+been overwritten, for any number of new tokens.
 """
 
 import triton
@@ -30,8 +30,8 @@ from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, State
 
 @triton.jit
 def _round_up(scale):
-    """Return the smallest nonzero fp16 scale that is not below the given one; see `reference.kv_codes`."""
-    # By half a unit in the last place, of normal numbers and of the smallest: then rounding cannot go below.
+    """Return a nonzero fp16 scale that is not below the given one; see `reference.kv_codes`."""
+    # Raised by half a unit in the last place of normal numbers, and of the smallest: rounding cannot go below `scale`.
     raised = scale + scale * 0.00048828125 + 2.9802322387695312e-08
     return tl.minimum(tl.maximum(raised, 5.960464477539063e-08), 65504.0).to(tl.float16)
 
@@ -46,7 +46,7 @@ def _int4_grid(low, high):
 
 @triton.jit
 def _int4_codes(x, scale, zero):
-    # Divided as torch divides: the compiler's own `/` may be a unit off, and then a code may be.
+    # Divided as torch divides: the compiler's own `/` may be off by a unit in the last place, and then so may a code.
     code = round_even(tl.div_rn(x - zero, scale))
     return tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.uint8)
 
@@ -136,8 +136,9 @@ def _enter_kernel(
     K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Process one head index of one token: norm and rotate its queries and key, and store its key and value. HEADS is
-    the number of key heads. A token with a slot below 0 is not stored.
+    """Process one head of one token: norm, rotate and store a key, store a value, or norm and rotate a query. Programs
+    0..HEADS are for keys, HEADS..2 HEADS for values, and the others for queries. A token with a slot below 0 is not
+    stored.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if head >= 2 * HEADS:
@@ -162,8 +163,8 @@ def _enter_kernel(
         source, key_weight, cos, sin, token, eps, offset,
         HAS_NORM, HALF, HALF_BLOCK, INTERLEAVED, HEAD_DIM, HEAD_BLOCK,
     )  # fmt: skip
-    if K_GRANULARITY != 2:  # keys per channel come after attention
-        tl.debug_barrier()  # the key is read again, by other threads than wrote it
+    if K_GRANULARITY != 2:  # keys with scales per channel are stored after attention
+        tl.debug_barrier()  # threads other than those that wrote the key read it again
         if slot >= 0:
             _store_token(
                 source, k_codes, k_scale, k_zero, page, head, inside, kc_strides, ks_strides, tl.load(k_fixed + head),
@@ -209,7 +210,7 @@ def enter(
 def _half_of_page(
     fresh, window, positions, cached, channel, real, scale, zero, token_stride, slot_stride, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some channels of a page to INT4 codes (PAGE, CHANNELS), and store their scales."""
+    """Return the INT4 codes (PAGE, CHANNELS) of some channels of a page, and store their scales and zeros."""
     is_old = (positions < cached)[:, None]
     slots, tokens = (positions % RESIDUAL).to(tl.int64), (positions - cached).to(tl.int64)
     older = tl.load(window + slots[:, None] * slot_stride + channel[None, :], mask=is_old & real[None, :], other=0.0)
@@ -228,8 +229,8 @@ def _store_keys_kernel(
     key_strides, residual_strides, table_stride, code_strides, scale_strides,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and store one page of one sequence in one head. WIDTH is half the number of channels; channel i shares a
-    byte with channel i + WIDTH.
+    """Quantize and store one page of one sequence in one head. The program of the first page also stores the newest
+    keys in the residual window. WIDTH is half the number of channels; channel i shares a byte with channel i + WIDTH.
     """
     number, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(query_starts + sequence)
@@ -245,7 +246,7 @@ def _store_keys_kernel(
         lanes = tl.arange(0, PAGE)
         base = page * scale_strides[0] + head * scale_strides[1]
         target = codes + page * code_strides[0] + head * code_strides[1]
-        # Some at a time, because all tokens of a page are in registers, for both halves of the bytes.
+        # Some channels at a time, because registers hold all tokens of a page, for both halves of the bytes.
         CHANNELS: tl.constexpr = 16
         for first in range(0, WIDTH, CHANNELS):
             some = first + tl.arange(0, CHANNELS)
@@ -262,7 +263,7 @@ def _store_keys_kernel(
     if number == 0:
         tl.debug_barrier()  # every thread has read the window before one writes there
         channels = tl.arange(0, BLOCK)
-        # Earlier tokens would lose their slots to later ones of this step.
+        # Skips tokens whose slots later tokens of this step would overwrite.
         for first in range(tl.maximum(count - RESIDUAL, 0), count, 16):
             tokens = first + tl.arange(0, 16)
             mask = (tokens < count)[:, None] & (channels < WIDTH)[None, :]
@@ -286,7 +287,7 @@ def store_keys(key: Tensor, views: KVViews, batch: ForwardBatch) -> Tensor:
     """
     layout, constants = views.layout, page_constants(views)
     size, lengths = layout.page_size, zip(batch.context_lengths, batch.query_lengths, strict=True)
-    # At least one, because its program stores the newest keys even if no page becomes complete.
+    # At least one page, because its program stores the newest keys even if no page becomes complete.
     pages = max(max(length // size - (length - new) // size, 1) for length, new in lengths)
     _store_keys_kernel[pages, layout.num_heads, len(batch.query_lengths)](
         key, views.key_residual, batch.residual_rows, batch.query_starts, batch.positions, batch.page_table,

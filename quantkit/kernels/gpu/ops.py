@@ -2,8 +2,8 @@
 # ruff: noqa: ANN001, ANN202
 """Small operations of a block in one launch each: norms that also add the residual, and gated activations.
 
-If all linears that read an output want 8-bit inputs, the same launch also quantizes it. The kernels compute in float32
-and round where `reference.ops` rounds. A function returns None if no kernel takes the tensors.
+If all linears that read an output need 8-bit inputs, the same launch also quantizes this output. The kernels compute in
+float32 and round where `reference.ops` rounds. A function returns None if no kernel supports the tensors.
 Shapes: T tokens, K features, H heads.
 """
 
@@ -26,8 +26,8 @@ def _norm_kernel(
     x, residual, weight, out, total, row_scale, step, eps, offset, x_strides, out_strides, heads, width,
     HAS_RESIDUAL: tl.constexpr, CODES: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm one row, which is head p % heads of token p // heads in program p. CODES: 0 = store unquantized, 1 = int8, 2
-    = fp8.
+    """Norm one row: program p handles head p % heads of token p // heads. CODES says how the row is stored: 0 =
+    unquantized, 1 = int8, 2 = fp8.
     """
     row = tl.program_id(0).to(tl.int64)
     token, head = row // heads, row % heads
@@ -47,7 +47,7 @@ def _norm_kernel(
     if CODES == 0:
         tl.store(out + at, normed, mask=kept)
     else:
-        # Rounded to the dtype of x first: what a launch of its own would have read.
+        # Rounded to the dtype of x first, because a separate launch would have read rounded values.
         value = tl.where(kept, normed.to(tl.float32), 0.0)
         broken = tl.max(is_broken(value, IS_FIXED), 0)
         scale = scale_of_row(tl.max(tl.abs(value), 0), broken == 0, step, CODES == 2, IS_FIXED)
@@ -71,13 +71,13 @@ def rms_norm(
     residual: Tensor | None = None,
     quantization: ActivationQuantization | None = None,
 ) -> tuple[Tensor | QuantizedActivations, Tensor] | None:
-    """See `ops.rms_norm`; with a quantization, x must be (T, K)."""
+    """See `ops.rms_norm`; outputs are quantized only if x is (T, K)."""
     if x.shape[-1] > _WIDEST or x.stride(-1) != 1 or x.numel() == 0 or not weight.is_contiguous():
         return None
     if residual is not None and not (residual.is_contiguous() and residual.dtype == x.dtype):
         return None
     width, rows = x.shape[-1], x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])  # (T, H, K)
-    # Not `empty_like`, which has the strides of a slice; outputs are contiguous.
+    # Not `empty_like`, which would copy the strides of a slice; outputs are contiguous.
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed: Tensor | QuantizedActivations
     if quantization is None or x.dim() != 2:

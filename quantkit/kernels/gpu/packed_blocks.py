@@ -3,9 +3,9 @@
 """Decoding of packed weight blocks inside a product: words become numbers and are multiplied with a tile of rows.
 
 Device functions for `w4a16` and for experts. Two fields become two 16-bit numbers at once: `(word & mask) | magic`
-gives the bits of 2^m + field in both halves, where m is the number of mantissa bits. One subtraction then leaves field
-- zero, exactly. `floats` does the same for floats. The two numbers are neighbours in K and share a register, as tensor
-cores require. Scales are applied once per group, to float32 sums.
+gives the bits of 2^m + field in both halves, where m is the number of mantissa bits. One subtraction then gives
+`field - zero` exactly. `floats` decodes two float fields at once. The two numbers are neighbours in K and share a
+register, as tensor cores require. Scales are applied once per group, to float32 sums.
 Source: Kim et al. 2022 (magic numbers); Frantar et al. 2024, Marlin (in pairs).
 Shapes: M rows, N outputs, K inputs.
 """
@@ -45,13 +45,13 @@ def _minus(number, zero):
 
 @triton.jit
 def dequantize(words, zero, PIECE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Return field - zero as exact numbers (N, 2 W) in DTYPE, for the fields of piece PIECE in both halves of words (N,
-    W).
+    """Return `field - zero`, exact in DTYPE, for the fields of piece PIECE in both halves of the words.
 
-    Float fields have no zero, and the numbers lack the factor 2^`packing.FACTOR_BITS`.
+    Words (N, W) give numbers (N, 2 W). Float fields have no zero, and their numbers lack the factor
+    2^`packing.FACTOR_BITS`.
     """
     SHIFT: tl.constexpr = BITS * PIECE
-    # The 7 bits of a bfloat16's mantissa hold fields of 4 bits, the 10 of a float16 those of 8.
+    # The 7 mantissa bits of bfloat16 can hold 4-bit fields; the 10 of float16 can hold 8-bit fields.
     CARRIER: tl.constexpr = tl.bfloat16 if tl.bfloat16 == DTYPE and BITS < 8 and KIND == 0 else tl.float16
     if KIND > 0:
         low, high = _halves(field_bits(words, SHIFT, KIND), -1, 0, CARRIER)
@@ -66,7 +66,7 @@ def dequantize(words, zero, PIECE: tl.constexpr, BITS: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def load_zero(zero, index, outputs, kept, num_outputs, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Load the zero points of outputs in group `index`, (N, 1) float32."""
+    """Return the zero points of outputs in group `index`, (N, 1) float32; half the field range if none are stored."""
     if HAS_ZERO:
         value = tl.load(zero + index * num_outputs + outputs, mask=kept, other=0).to(tl.float32)
     else:
@@ -76,7 +76,7 @@ def load_zero(zero, index, outputs, kept, num_outputs, BITS: tl.constexpr, HAS_Z
 
 @triton.jit
 def inputs_of(block, PIECE: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, UNPACKED: tl.constexpr):
-    """Return the inputs (2 SPAN,) to multiply with the numbers of one piece of a block."""
+    """Return the indices (2 SPAN,) of the inputs to multiply with the numbers of one piece of a block."""
     lanes, FIELDS = tl.arange(0, 2 * SPAN), 32 // BITS
     if UNPACKED:
         return block * SPAN * FIELDS + 2 * lanes + PIECE
@@ -85,7 +85,7 @@ def inputs_of(block, PIECE: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr
 
 @triton.jit
 def load_words(words, outputs, block, kept, num_words, SPAN: tl.constexpr, UNPACKED: tl.constexpr, KIND: tl.constexpr):
-    """Load the words (N, SPAN) of a block. Unpacked integers arrive as bytes offset by 128."""
+    """Load the words (N, SPAN) of a block. Unpacked integers are returned as bytes offset by 128."""
     column = block * SPAN + tl.arange(0, SPAN)
     at = words + outputs.to(tl.int64)[:, None] * num_words + column[None, :]
     if UNPACKED:
@@ -101,8 +101,8 @@ def add_tile_packed(
     HAS_ZERO: tl.constexpr, UNPACKED: tl.constexpr, IN_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Add the products of one block's words to a tile (N, M). The weight is the left factor, so that it can enter the
-    product from registers. IN_VALUES: numbers times their scale are exact. OUT: dtype to which input codes are
-    converted.
+    product from registers. IN_VALUES: scale numbers before the product, because number times scale is exact. OUT: dtype
+    to which input codes are converted.
     """
     PIECES: tl.constexpr = 16 // BITS
     PER_GROUP: tl.constexpr = GROUP > 0 and not IN_VALUES

@@ -1,7 +1,8 @@
 """Weights of 2 to 8 bits in the layout of `w4a16`: packed once, when a model is loaded. Plain torch, any device.
 
-A row consists of blocks of `span` 32-bit words, and a block of pieces of 2 * span inputs. With b bits per field, piece
-p occupies bits p b to (p + 1) b of both halves of the block's words. Word j holds inputs 2 j and 2 j + 1 of each piece:
+A row consists of blocks of `span` 32-bit words. A block holds pieces of 2 * span inputs. With b bits per field, piece
+p occupies bits p * b to (p + 1) * b in both halves of each word of the block. Word j holds inputs 2 j and 2 j + 1 of
+each piece:
 
     span 32, b = 4        word 0                     word 1      ...   word 31
                        low half    high half
@@ -13,7 +14,7 @@ p occupies bits p b to (p + 1) b of both halves of the block's words. Word j hol
 So a thread's 16-byte load is four neighbouring words, a piece reads one contiguous run of the input, one mask extracts
 two neighbouring numbers, and a group consists of whole pieces. Rows are stored one after another; scales and zeros are
 (G, N), so that the outputs of a tile read neighbouring values. Fields hold code + 2^(bits-1), or the bits of a float.
-INT3 uses fields of 4 bits, INT5 and INT6 fields of 8. Scales stay in 8 bits if that loses nothing.
+INT3 uses fields of 4 bits, INT5 and INT6 fields of 8. Scales are stored in 8 bits if that is exact.
 Shapes: N outputs, K inputs, W words of a row, G scales per row, g = K / G.
 """
 
@@ -35,8 +36,8 @@ NUMBERS, E4M3_BYTES, EXPONENT_BYTES = 0, 1, 2
 """Storage types of scales: floats, e4m3 bytes under a common scale, or exponent bytes. Bytes are uint8."""
 
 FACTOR_BITS = {INTEGER: 0, E4M3: 8, E2M1: 14}
-"""Exponent of the power of two by which the kernels' decoded numbers are too small, keyed by kind of field. Scales
-include this power.
+"""Base-2 logarithm of the factor by which decoded numbers are too small, keyed by kind of field; scales include this
+factor.
 """
 
 _FIELD_BITS = {"int2": 2, "int3": 4, "int4": 4, "int5": 8, "int6": 8, "int8": 8}
@@ -56,8 +57,8 @@ class Packing:
         span: words per block.
         group: g; 0 = one scale per output.
         has_zero: whether fields have zero points; otherwise half their range is subtracted.
-        unpacked: whether fields are signed bytes and neighbours in memory are neighbours in K.
-        kind: number kind of the fields; scales already include the power of two that decoded floats lack.
+        unpacked: whether the weight is stored as plain bytes in input order, int8 or e4m3.
+        kind: INTEGER, E4M3 or E2M1; scales of float fields include the factor 2**FACTOR_BITS.
         scales: storage type of the scales.
     """
 
@@ -82,7 +83,7 @@ class Packing:
         }
 
     def scales_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether numbers times their scale are exact in this dtype, leaving the outer scale aside."""
+        """Whether a number times its scale, without the outer scale, is exact in this dtype."""
         return self.scales == E4M3_BYTES or (self.scales == EXPONENT_BYTES and dtype != torch.float16)
 
 
@@ -94,7 +95,7 @@ only the inputs that it needs.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight:
-    """A weight in kernel layout; or one weight of all experts of a layer, whose arrays all start with dimension E.
+    """A weight in kernel layout, or the same weight of all E experts of a layer; arrays then have a first dimension E.
 
     Args:
         words: (N, W) int32; if unpacked, (N, K) int8 codes viewed as int32; for `PLAIN`, (N, K) in 16 bits.
@@ -135,8 +136,8 @@ class PackedWeight:
 
 
 def find_span(weight: QuantizedTensor) -> int | None:
-    """Return the number of words per block that fits the groups with least padding, the largest of equals; None if the
-    kernels cannot take the weight.
+    """Return the number of words per block that fits the groups with the least padding, the largest if there are
+    several; None if the kernels do not support the weight.
     """
     if weight.scheme.dtype.name not in _FIELD_BITS or weight.group_index is not None:
         return None
@@ -153,7 +154,7 @@ def find_span(weight: QuantizedTensor) -> int | None:
 
 
 def _fit(group: int, span: int, fields: int) -> bool:
-    """Whether groups consist of whole pieces, and either blocks of whole groups or groups of whole blocks."""
+    """Whether a group consists of whole pieces, and the group size is a multiple or a divisor of the block size."""
     block = span * fields
     return group % (2 * span) == 0 and (block % group == 0 or group % block == 0)
 
@@ -206,7 +207,7 @@ def _fields(codes: Tensor, bits: int, kind: int) -> Tensor:
         return codes.to(torch.int32) + (1 << (bits - 1))
     if kind == E4M3:
         return codes.view(torch.uint8).to(torch.int32)
-    # Codes are e2m1 values stored as e4m3: its exponent field is 6 higher, with two more mantissa bits; 0.5 is normal.
+    # Codes are e2m1 values stored as e4m3: the exponent field is 6 higher, with two more mantissa bits; 0.5 is normal.
     byte = codes.view(torch.uint8).to(torch.int32)
     return torch.where(byte & 0x7F == 0x30, 1, ((byte & 0x7F) - 0x30 >> 2).clamp_min(0)) | byte >> 7 << 3
 

@@ -3,8 +3,8 @@
 """Attention over cached pages and new keys, in every KV type, for one or several new tokens per sequence.
 
 One program handles some new tokens of a sequence, the query heads of one key head, and one split of the cached tokens.
-The program that finishes last merges the splits. Lengths are read on the device (a first new token's position is its
-sequence's cached length), so every step of a batch has the same launch. `paged_tiles` reads the pages.
+The program that finishes last merges the splits. Lengths are read on the device (the position of a sequence's first new
+token is its cached length), so every step of a batch has the same launch. `paged_tiles` reads the pages.
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, S tokens per page.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 """
@@ -39,7 +39,7 @@ FP8_CAPABILITY = 90
 but triton 3.6 emits a Hopper instruction for it.
 """
 
-_BY_HAND = 256.0  # e4m3 decoded by moving bits is this many times too small
+_BY_HAND = 256.0  # factor by which e4m3 codes decoded by moving bits are too small
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _over_fresh(
     HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
     V_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update the running softmax with the sequence's new keys and values up to number `stop`. Each row sees the keys up
+    """Update the running softmax with the first `stop` new keys and values of the sequence. Each row sees the keys up
     to its own position, within its window.
     """
     DTYPE: tl.constexpr = query[0].dtype
@@ -129,7 +129,7 @@ def _attend_kernel(
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(query_starts + sequence).to(tl.int64)
     count = (tl.load(query_starts + sequence + 1) - start).to(tl.int32)
-    # The last tokens, which see most, are begun first.
+    # Programs for the last tokens, which see most keys, start first.
     number, split = tl.cdiv(count, TOKENS) - 1 - tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     # Other sequences belong to another launch, and the grid is as large as the longest sequence needs.
     if (count != 1 if SINGLE else count < 2) or number < 0:
@@ -170,7 +170,7 @@ def _attend_kernel(
 def attend(
     states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor, *, single: bool
 ) -> None:
-    """Attend for the sequences with one new token, or for those with more; see `reference.attention`.
+    """Attend for the sequences with one new token, or for those with several; see `reference.attention`.
 
     Args:
         states: queries, keys and values with contiguous channels; queries and keys are rotated.
@@ -178,7 +178,7 @@ def attend(
         batch: the batch of the step.
         options: scale, window and further options.
         out: (T, Hq, D), channels contiguous; receives the outputs of these sequences.
-        single: True = sequences with one new token; False = those with more.
+        single: True = sequences with one new token; False = sequences with several.
     """
     layout, query, count = views.layout, states[0], len(batch.query_lengths)
     lanes, most = power_of_two(query.shape[1] // layout.num_heads), 1 if single else max(batch.query_lengths)

@@ -4,9 +4,9 @@
 
 Products use the codes as small integers. Scales per token multiply scores and probabilities; scales per channel
 multiply the query, once per tile. INT4 needs two half products, one for the low and one for the high nibbles: queries
-and sums are then split into two halves of their channels (HALVED), and widths and blocks refer to one half. Tuples:
-`query` is (low, high), `pages` are codes, scales and zeros with strides of codes and of scales, `state` of the softmax
-is the largest score, the sum of weights, and the weighted values, low and high halves.
+and sums are then split into two halves of their channels (HALVED), and widths and blocks refer to one half. Three
+arguments are tuples: `query` is (low half, high half); `pages` is (codes, scales, zeros, strides of codes, strides of
+scales); `state`, of the softmax, is (largest score, sum of weights, weighted values of the low half, of the high half).
 Shapes: ROWS of queries, TILE tokens of a page; layouts: `kernels.layouts`.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 
@@ -26,7 +26,8 @@ from quantkit.kernels.gpu.floats import INTERPRETED, half_of_e4m3
 from quantkit.kernels.layouts import KVViews, PagedArray
 from quantkit.numerics.dtype import FP8, INT4, INT8, DType
 
-# The kernels' numbers of KV types and granularities: scales per tensor or head are fixed, others are stored.
+# The numbers that stand for KV types and granularities in the kernels. Scales per tensor or head are fixed; others are
+# stored.
 _KINDS: dict[DType | None, int] = {None: 0, FP8: 1, INT8: 2, INT4: 3}
 _GRANULARITIES = {"tensor": 0, "head": 0, "token": 1, "channel": 2}
 
@@ -45,7 +46,7 @@ def page_constants(views: KVViews) -> dict[str, int]:
         constants[f"{side}_KIND"] = _KINDS[array.scheme.dtype]
         constants[f"{side}_GRANULARITY"] = 0 if array.scheme.dtype is None else _GRANULARITIES[array.scheme.granularity]
         constants[f"{side}_WIDTH"] = width
-        constants[f"{side}_BLOCK"] = max(16, power_of_two(width))  # the least that tensor cores take
+        constants[f"{side}_BLOCK"] = max(16, power_of_two(width))  # the minimum of tensor cores
     return constants
 
 
@@ -55,7 +56,7 @@ def page_tensors(views: KVViews) -> tuple[Tensor | None, ...]:
 
 
 def fixed(array: PagedArray) -> Tensor:
-    """Return (H,) float32, each head's factor on decoded numbers; ones if there are no fixed scales."""
+    """Return the factor of each head on decoded numbers, (H,) float32; ones if there are no fixed scales."""
     return _ones(array.codes.shape[1], array.codes.device) if array.fixed is None else array.fixed
 
 
@@ -66,7 +67,7 @@ def _ones(heads: int, device: torch.device) -> Tensor:
 
 
 def strides(views: KVViews) -> tuple[tuple[int, ...], ...]:
-    """Return strides of codes along pages, heads and tokens, of scales along pages and heads: keys, then values."""
+    """Return strides of codes (pages, heads, tokens) and of scales (pages, heads), for keys, then for values."""
     return tuple(
         of
         for array in (views.key, views.value)
@@ -161,7 +162,7 @@ def _token_factors(pages, page, head, inside, seen, KIND: tl.constexpr, GRANULAR
     """Load the scales and zeros of a tile's tokens, (1, TILE). They are loaded before the products, because the
     compiler does not prefetch such narrow loads and would wait for each one.
     """
-    scale, zero = seen, seen  # nobody looks at these
+    scale, zero = seen, seen  # placeholders, which are not used
     at = page * pages[4][0] + head * pages[4][1] + inside
     if GRANULARITY == 1:
         scale = _load_row(pages[1] + at, seen)
@@ -185,7 +186,7 @@ def _score_tile(
         if GRANULARITY == 1:
             scores *= factors[0]
     elif GRANULARITY == 1:
-        # q . (code * scale + zero) is (q . code) * scale + sum(q) * zero, so zeros take no product.
+        # q . (code * scale + zero) is (q . code) * scale + sum(q) * zero, so zeros need no product.
         total = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
         low_codes, high_codes = _nibbles(loaded, q.dtype)
         scores = _score(q_high, high_codes, _score(q, low_codes, empty))
@@ -216,7 +217,7 @@ def visible(scores, mask, softcap, HAS_SOFTCAP: tl.constexpr):
 def softmax_step(scores, top, total):
     """Return the weights of visible scores, the factor on earlier sums, the new largest score, and the new sum."""
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # While a row has seen no key: -inf less -inf would be NaN.
+    # If a row has seen no key yet, -inf minus -inf would be NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     decay = tl.exp(top - anchor)
     weights = tl.exp(scores - anchor[:, None])
@@ -232,7 +233,7 @@ def _weigh_tile(
     top, total, acc, acc_high = state
     weights, decay, top, total = softmax_step(scores, top, total)
     loaded, _ = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
-    # Zeros add the same to all channels of a token: one sum, before weights are multiplied with scales.
+    # The zero of a token adds the same to all its channels: one sum, of weights not yet multiplied by scales.
     shift = tl.zeros_like(total)
     if KIND == 3:
         shift = tl.sum(weights * factors[1], 1)
@@ -294,16 +295,16 @@ def over_cache(
     HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
     V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run the softmax over cached positions begin..end: first over pages, then over the keys in the residual window,
-    which wait until their page is complete.
+    """Run the softmax over cached positions begin..end: first over pages, then over the residual window, which holds
+    keys until their page is complete.
 
-    `own` holds the positions of the rows, for HAS_WINDOW. `residual` points to the sequence's residual window.
+    `own` holds the position of each row and is used if HAS_WINDOW. `residual` points to the sequence's residual window.
     """
     ROWS: tl.constexpr = query[0].shape[0]
-    # Without halves nothing joins the second sum, and the compiler leaves it out.
+    # Without halves, nothing is added to the second sum, and the compiler removes it.
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     state = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), acc, acc
-    # Keys per channel are in pages once these are complete; before, they are in the residual window.
+    # Keys with scales per channel are in pages once the pages are complete; before, they are in the residual window.
     whole = cached // PAGE * PAGE if HAS_RESIDUAL else cached
     coming = _page_at(table, begin, tl.minimum(end, whole), PAGE)
     for start in range(begin, tl.minimum(end, whole), TILE):

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN201, ANN202, RET505  of branches on constants one is compiled
+# ruff: noqa: ANN001, ANN201, ANN202, RET505  only one branch on a constant is compiled
 """Quantization of input rows to 8 bits in one launch, and conversion of integer sums to outputs.
 
 Results match `reference.ops.quantize_tokens` and `numerics.activation_quant` bit for bit. A row with a NaN or an
@@ -20,26 +20,26 @@ from quantkit.kernels.types import ActivationQuantization, QuantizedActivations
 
 PACKED_ROWS = 16
 """Maximum number of rows that the packed kernel multiplies with quantized inputs. With more rows, `torch._int_mm` may
-multiply.
+multiply instead.
 """
 
 
 @triton.jit
 def scale_of_row(largest, is_finite, step, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr):
     """Return the scale of a row with this largest magnitude, or `step` if the scale is fixed."""
-    # Half of what codes span, and integers reach from -128 to 127.
+    # Half the range of the codes; integers reach from -128 to 127.
     HALF_RANGE: tl.constexpr = 448.0 if IS_FP8 else 127.5
     scale = step
     if not IS_FIXED:
         scale = tl.div_rn(largest, HALF_RANGE)
-        # Of a row of zeros, where 0 / 0 would be NaN.
+        # For a row of zeros, 0 / 0 would be NaN.
         scale = tl.where(scale == 0.0, 1.1920928955078125e-07, scale)
     return tl.where(is_finite, scale, float("nan"))
 
 
 @triton.jit
 def is_broken(value, IS_FIXED: tl.constexpr):
-    """Return 1 for values that cannot be quantized: NaN, and infinity unless the scale is fixed (which clamps it)."""
+    """Return 1 for values that cannot be quantized: NaN, and infinity unless a fixed scale clamps it."""
     if IS_FIXED:
         return tl.where(value == value, 0, 1)
     else:
@@ -49,7 +49,7 @@ def is_broken(value, IS_FIXED: tl.constexpr):
 @triton.jit
 def row_codes(value, step, IS_FP8: tl.constexpr):
     """Divide numbers by their scale and round to codes; the code is 0 if the scale is NaN."""
-    # False of NaN alone, which is the scale of a row that cannot be quantized.
+    # False only for NaN, which is the scale of a row that cannot be quantized.
     is_finite = step == step
     scaled = tl.where(is_finite, tl.div_rn(value, tl.where(is_finite, step, 1.0)), 0.0)
     if IS_FP8:
@@ -71,8 +71,8 @@ def _quantize_rows_kernel(
     x, codes, scale, step, width,
     GATE: tl.constexpr, IS_FP8: tl.constexpr, IS_FIXED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one row. The row does not fit the registers, so it is read and computed twice, the second time from the
-    L2 cache.
+    """Quantize one row. A row may not fit the registers, so it is read and computed twice, the second time from the L2
+    cache.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
@@ -138,7 +138,7 @@ def quantize_rows(
 
 
 def empty_rows(count: int, width: int, x: Tensor, quantization: ActivationQuantization) -> QuantizedActivations:
-    """Allocate codes for `count` rows like those of x, plus the extra rows that `torch._int_mm` needs."""
+    """Allocate codes for `count` rows of inputs like x, plus the extra rows that `torch._int_mm` needs."""
     rows = count if count <= PACKED_ROWS else int_mm_rows(count)
     dtype = torch.uint8 if quantization.name == "fp8" else torch.int8
     return QuantizedActivations(

@@ -1,10 +1,12 @@
-"""Linears with inputs quantized to 8 bits: the choice of product by weight type and number of rows.
+"""Linears on Triton's kernels: the choice of product by types of weight and inputs, and by number of rows.
 
-| weight, inputs                 | up to 16 rows | above                                                      |
-|--------------------------------|---------------|------------------------------------------------------------|
-| INT8 per output, INT8          | packed        | `torch._int_mm` where it takes the shape                   |
-| FP8 per output, FP8            | packed        | `torch._scaled_mm` where there is one for chip and shape   |
-| others, and these if none fits | packed        | packed up to 256, then dequantized, inputs as 16 bits      |
+| weight, inputs        | up to 16 rows | more rows                                                       |
+|-----------------------|---------------|-----------------------------------------------------------------|
+| INT8 per output, INT8 | packed        | `torch._int_mm`, if it supports the shape                       |
+| FP8 per output, FP8   | packed        | `torch._scaled_mm`, if it supports the chip and the shape       |
+| all others            | packed        | packed up to 256 rows; above, dequantized to 16 bits for cuBLAS |
+
+Unsupported shapes and chips in the first two lines count as others.
 
 Unquantized inputs are quantized in one launch; a norm or gate may also pass inputs that are already quantized.
 Shapes: T tokens, N outputs, K inputs.
@@ -40,20 +42,20 @@ _QUANTIZED = ("int8", "fp8")
 
 
 def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> ActivationQuantization | None:
-    """Return how inputs are quantized, ignoring groups; None if not to int8 or fp8, or if a fixed scale is missing."""
+    """Return how inputs are quantized to int8 or fp8, ignoring groups; None for other types or missing fixed scales."""
     if activation.dtype.name not in _QUANTIZED:
         return None
     if activation.dynamic:
         return ActivationQuantization(name=activation.dtype.name)
     if weight.input_scale is None:
         return None
-    # If kernels are only compiled, tensors are on the meta device, without numbers; every step gives the same code.
+    # If kernels are only compiled, tensors are on the meta device, without numbers; any step gives the same program.
     step = 1.0 if weight.input_scale.is_meta else weight.input_scale.float().item()
     return ActivationQuantization(name=activation.dtype.name, step=step)
 
 
 class PackedLinear(Linear):
-    """A linear with integer weights of 2 to 8 bits, FP8 or FP4, and 16-bit inputs.
+    """A linear with 16-bit inputs and a packed weight: integers of 2 to 8 bits, FP8 or FP4.
 
     The kernel multiplies few rows with the packed weight. For many rows this brings no gain, so the weight is
     dequantized into temporary memory and multiplied by cuBLAS.
@@ -169,7 +171,7 @@ def _round_groups(x: Tensor, group: int, quantization: ActivationQuantization) -
 
 
 def linear_of(source: LinearSource) -> Linear | None:
-    """Build the layer on Triton's kernels; None if they do not take it."""
+    """Build the layer on Triton's kernels; None if they do not support it."""
     weight, activation = source.weight, source.activation
     can_pack = packing.find_span(weight) is not None
     if activation is None:

@@ -19,14 +19,14 @@ from quantkit.kernels.gpu import num_processors, power_of_two
 from quantkit.kernels.gpu.choices import Tile
 from quantkit.kernels.gpu.splits import counters, is_last_to_come
 
-_LEAST_TILES = 4  # of a split
-_MOST_SPLITS = 64  # of a sequence
+_LEAST_TILES = 4  # tiles of a split, at least
+_MOST_SPLITS = 64  # splits of a sequence, at most
 
 
 @triton.jit
 def split_bounds(first, cached, split, num_splits, TILE: tl.constexpr):
-    """Return the positions of one split of first..cached, and the number of splits, at least one. Splits begin at tile
-    boundaries.
+    """Return the first position of one split of first..cached, the position after its last, and the number of splits,
+    which is at least one. Splits begin at tile boundaries.
     """
     from_tile = first // TILE * TILE
     tiles = tl.cdiv(tl.maximum(cached - from_tile, 0), TILE)
@@ -74,7 +74,7 @@ def _add_partials(
             cache_modifier=".cg",
         )
         new_top = tl.maximum(top, tl.max(tops, 0))
-        # A row that is not there, or sees nothing in these splits: -inf less -inf would be NaN.
+        # If a row does not exist or sees nothing in these splits, -inf minus -inf would be NaN.
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
         decay, factors = tl.exp(top - anchor), tl.exp(tops - anchor[None, :])
         total = total * decay + tl.sum(totals * factors, 0)
@@ -130,8 +130,8 @@ def empty_partials(tiles: int, splits: int, rows: int, width: int, device: torch
     """Allocate memory for the partial results of splits, and counters.
 
     Args:
-        tiles: programs that are split.
-        splits: splits per tile; nothing is allocated for one.
+        tiles: number of tiles that are split.
+        splits: splits per tile; 1 = nothing is allocated.
         rows: rows per split.
         width: channels of a value.
         device: device of the memory.

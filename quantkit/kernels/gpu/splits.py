@@ -24,7 +24,7 @@ def is_last_to_come(counter, num_splits):
     """Whether all other programs of the tile have stored their partial sums. The last program resets the counter to
     zero.
     """
-    tl.debug_barrier()  # every thread's numbers before the one that counts
+    tl.debug_barrier()  # all threads must store their numbers before one of them counts
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1
     if is_last:
         tl.store(counter, 0)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN202
-"""Products of inputs with packed integers of 2 to 8 bits or floats of 4 or 8, in tiles on tensor cores.
+"""Products of inputs with packed weights (integers of 2 to 8 bits, floats of 4 or 8 bits), in tiles on tensor cores.
 
 Inputs are floats, or 8-bit codes with a scale per row. If the output tiles do not fill the chip, K is split; the
 program that finishes a tile last sums its splits, always in the same order. `packed_blocks` decodes the words. Source:
@@ -41,8 +41,8 @@ def _finish(
     GROUP: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
     IS_SPLIT: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """In the program that finishes a tile last, sum the partials and apply output scales, row scales, the bias and a
-    GATE.
+    """Apply output scales, row scales, bias and GATE, and store the outputs of a tile. If K is split, store the
+    partials; the program that finishes the tile last sums them and stores the outputs.
     """
     mask = (rows < M)[:, None] & kept[None, :]
     is_last = True
@@ -54,7 +54,7 @@ def _finish(
             sums = _add_partials(partials, tl.num_programs(1), rows, outputs, mask, M, N)
         if GROUP == 0:
             sums *= load_scale(scale + outputs, kept, SCALES)[None, :]
-        # What is common to all groups is divided by once per output instead of once per group.
+        # All groups share `outer`, so each output is divided once, instead of each group.
         if SCALES == 1:
             sums = sums / outer
         if HAS_ROW_SCALE:
@@ -77,7 +77,7 @@ def _tile_kernel(
     HAS_ROW_SCALE: tl.constexpr, IS_SPLIT: tl.constexpr, IN_VALUES: tl.constexpr, GATE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N x BLOCK_M outputs, transposed. IN_VALUES: numbers of the weight times their scale are exact."""
+    """Compute BLOCK_N x BLOCK_M outputs, transposed. IN_VALUES: see `add_tile_packed`."""
     outputs, kept = outputs_of(tl.program_id(0), N, BLOCK_N, GATE is not None)
     split = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)

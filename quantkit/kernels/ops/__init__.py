@@ -2,14 +2,14 @@
 
 | operation      | what it does                                 | torch     | C, on CPU      | Triton, on CUDA |
 |----------------|----------------------------------------------|-----------|----------------|-----------------|
-| `rms_norm`     | x / rms(x) * weight, of x + residual too     | reference | bf16, fp32     | all floats      |
+| `rms_norm`     | x / rms(x) * weight, also for x + residual   | reference | bf16, fp32     | all floats      |
 | `rotary_`      | rotate queries and keys by position          | reference | bf16, fp32     | in `attention`  |
 | `activate`     | activation by name                           | reference | -              | -               |
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
 | `gated_linear` | `gated` applied to a linear's outputs        | -         | -              | packed weights  |
 
 Layers with state or a weight layout have their own modules: `attention`, `linear`, `recurrence`. `kernels.gpu` holds
-the Triton versions; it is imported with the first tensor on a CUDA device. For linears that take quantized inputs,
+the Triton versions, which are imported with the first tensor on a CUDA device. For linears that take quantized inputs,
 norms and gates quantize in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
@@ -26,7 +26,10 @@ from quantkit.kernels.types import ActivationQuantization, Linear
 
 
 def _on_gpu(x: Tensor) -> Any:
-    """Return the Triton versions if they handle this tensor's device; each returns None for tensors it cannot take."""
+    """Return the module of Triton versions, each of which returns None for tensors that it does not support.
+
+    Return None if Triton does not handle the device of this tensor.
+    """
     return None if x.is_cpu else gpu.module("ops", x.device)
 
 
@@ -48,8 +51,8 @@ def rms_norm(
         residual: like x, or None.
         quantization: quantization of the outputs after rounding to the dtype of x; None = no quantization.
     Returns:
-        normed: like x; with a quantization, `QuantizedActivations` if a kernel supports it, otherwise the linears that
-            read the output quantize it.
+        normed: like x. With a quantization: `QuantizedActivations` if a kernel supports that; otherwise like x, and the
+            linears that read `normed` quantize it.
         total: x + residual, the next residual; x if there is no residual.
     Source: Zhang and Sennrich 2019, Root Mean Square Layer Normalization.
     """
@@ -68,7 +71,7 @@ def rotary_(
 
     Args:
         query: (T, Hq, D), may be a slice of a larger tensor; modified.
-        key: (T, Hkv, D), likewise.
+        key: (T, Hkv, D), may be a slice too; modified.
         cos, sin: (T, R/2) float32, for each token's position.
         interleaved: whether pairs are channels (2i, 2i + 1) instead of (i, i + R/2).
     Returns:
@@ -99,10 +102,10 @@ def gated(gate_up: Tensor, activation: str, quantization: ActivationQuantization
 
 
 def gated_linear(up: Linear, x: Tensor, activation: str, quantization: ActivationQuantization | None = None) -> Tensor:
-    """Apply `gated` to a linear's outputs, in the same launch if its kernel can.
+    """Apply `gated` to a linear's outputs, in the same launch if the kernel of the linear supports that.
 
     Args:
-        up: (T, K) -> (T, 2I), gate first.
+        up: linear from (T, K) to (T, 2I), gate first.
         x: (T, K), or quantized if `up` takes quantized inputs.
         activation, quantization: see `gated`.
     """

@@ -54,7 +54,7 @@ def paged_attention(views: KVViews) -> PagedAttention:
     if on_gpu and on_gpu.can(views):
         fused = on_gpu.TritonAttention(views, otherwise=Stepwise(TorchAttention(views)))
     is_rotated = views.layout.scheme.rotation != "none"
-    # These kernels norm and rotate by themselves; only a matrix has to come before them.
+    # Triton's kernels norm and rotate themselves; only the multiplication by a matrix must come before.
     if fused is not None and not is_rotated:
         return cast(PagedAttention, fused)
     inner = fused or (on_cpu.NativeAttention if on_cpu.is_available(views) else TorchAttention)(views)

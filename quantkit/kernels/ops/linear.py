@@ -1,4 +1,4 @@
-"""Linears, and the experts of a layer, in the layout of one kernel, which is chosen when a weight is loaded.
+"""Linears, and the experts of a layer, in the layout of the kernel that is chosen when a weight is loaded.
 
 The input is a kernel-independent weight (`Tensor` or `QuantizedTensor`); the output is a `Linear` that can only
 multiply. `numerics` defines the numbers; the kernels are in `kernels.cpu` (C, this machine's instructions),
@@ -37,7 +37,8 @@ def build_linear(
     Args:
         weight: (N, K); must not be used afterwards, because its memory may be reused.
         bias: (N,), added after the product.
-        activation: number type to which inputs are rounded at run time; the weight carries a calibrated scale, if any.
+        activation: scheme to which inputs are quantized at run time; a calibrated scale is part of the weight. None =
+            inputs are not quantized.
         dtype: dtype of the computation; sums are in float32, and integer products are exact.
         device: target device.
     """
@@ -61,7 +62,7 @@ def _quantized(source: LinearSource) -> Linear:
 
 
 def _on_gpu(source: LinearSource) -> Linear | None:
-    """Return the layer on Triton's kernels; None if they do not take it."""
+    """Return the layer on Triton's kernels; None if they do not support it."""
     on_gpu = gpu.module("quantized_linear", source.device)
     if on_gpu is None or source.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -69,7 +70,7 @@ def _on_gpu(source: LinearSource) -> Linear | None:
 
 
 def _prepared(source: LinearSource) -> Linear | None:
-    """Return a layer that transforms its inputs before the kernel; None if its inputs need no change."""
+    """Return a layer that transforms its inputs before the kernel; None if that is not needed or not possible."""
     weight, activation = source.weight, source.activation
     if activation is not None and not activation.is_per_token:
         scale = None if weight.input_scale is None else weight.input_scale.to(source.device)
@@ -144,7 +145,7 @@ def _number(scale: Tensor | None) -> float | None:
 
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton's kernels can run experts on this device, if the weights' format allows it."""
+    """Whether Triton's kernels can run stacked experts on this device in this dtype, if their format allows it."""
     return gpu.module("experts", device) is not None and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -152,8 +153,8 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
     """Combine the experts of a layer into one module.
 
     Args:
-        experts: yields two linears of each expert, gate with up, and down; each is freed after use.
-        count: E.
+        experts: yields two linears for each expert: gate and up joined, and down. Each linear is freed after use.
+        count: number of experts.
         activation: activation of the gate.
     Returns:
         The stacked experts, or the reason why they must run one by one.

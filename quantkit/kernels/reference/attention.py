@@ -1,8 +1,8 @@
-"""Attention over a paged cache and a step's new keys, and their storage: plain torch, any device.
+"""Attention over a paged cache and a step's new keys, and storage of new keys and values. Plain torch, any device.
 
 A new token sees its sequence's earlier tokens as cached and, causally, this step's new tokens unquantized. One call may
 mix decode, prefill chunks and verification of drafts.
-Shapes: B sequences, T new tokens of all of them, H heads (Hq of queries, Hkv of keys), D channels, S tokens per page,
+Shapes: B sequences, T new tokens in total, H heads (Hq of queries, Hkv of keys), D channels, S tokens per page,
 C tokens already cached, L new tokens of one sequence.
 """
 
@@ -41,7 +41,7 @@ class Span:
 
 
 def spans(batch: ForwardBatch) -> Iterator[Span]:
-    """Return the sequences of a batch that have new tokens."""
+    """Yield a `Span` for each sequence of a batch that has new tokens."""
     start = 0
     for row, (new, length) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
         if new:

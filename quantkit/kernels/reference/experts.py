@@ -1,6 +1,6 @@
 """Mixture of experts: choice of experts per token, and their combined output. Any device.
 
-Experts run one after another, each on the tokens that chose it; the host reads how many tokens chose it.
+Experts run one after another, each on the tokens that chose it; the host reads how many tokens chose each expert.
 Shapes: T tokens, H hidden width, E experts, k of them for each token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral).
 """
@@ -35,7 +35,7 @@ def route(scores: Tensor, num_chosen: int, normalize: bool) -> tuple[Tensor, Ten
 def choose_experts(
     scores: Tensor, experts: ExpertsShape, balance: Tensor | None = None, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts as the DeepSeek models do: balanced, within the best groups of experts, scaled.
+    """Choose experts as the DeepSeek models do: with a balance term, within the best groups, and with scaled weights.
 
     Args:
         scores: (T, E) router logits, any float dtype.
@@ -45,7 +45,8 @@ def choose_experts(
     Returns:
         weights: (T, k) float32.
         chosen: (T, k) int64.
-    Source: DeepSeek-AI 2024, DeepSeek-V2 (groups by their best) and DeepSeek-V3 (sigmoid, balance, sums of two).
+    Source: DeepSeek-AI 2024: DeepSeek-V2 ranks a group by its best expert; DeepSeek-V3 (sigmoid, balance) by the sum of
+        its best two.
     """
     single = scores.float()
     likely = _SCORING[experts.scoring](single)

@@ -36,12 +36,12 @@ def codes_of(
     """Return codes, scale and zero of keys or values.
 
     Args:
-        values: (..., D), for granularity "channel" (..., S, D) with all tokens of a page; not modified.
+        values: (..., D); for granularity "channel", (..., S, D) with all tokens of a page. Not modified.
         scheme: must be quantized.
         fixed: scale of granularity "tensor" or "head"; broadcast over `values`.
     Returns:
         codes: (..., D) uint8, or (..., D/2) for INT4.
-        scale, zero: (...) fp16 per token, (..., D) per channel (the token axis reduced), or None.
+        scale, zero: fp16, (...) per token or (..., D) per channel; None if the scheme has none.
     """
     axis = -2 if scheme.granularity == "channel" else -1
     single = values.float()
@@ -99,5 +99,5 @@ def _to_fp8(values: Tensor) -> Tensor:
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """Return the smallest nonzero fp16 scale that is not below the given one, or the next one."""
+    """Return the smallest nonzero fp16 number that is not below the given scale, or the number after it."""
     return (scale + scale * _HALF_ULP + _HALF_TINY).clamp_(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)

@@ -93,7 +93,7 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, offset: float = 
     Args:
         gate_up: (T, 2I), gate first; not modified.
         alpha: factor in the sigmoid.
-        limit: clamp gate from above, and up on both sides.
+        limit: gate is clamped to at most `limit`, and up to -limit..limit.
         offset: added to up.
     Source: OpenAI 2025, gpt-oss.
     """
@@ -136,7 +136,7 @@ class DenseLinear(Linear):
 
 
 def quantize_tokens(x: Tensor, scheme: ActivationScheme) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of `fake_quantize_inputs`, one scale per token.
+    """Return the codes and scales with which `fake_quantize_inputs` computes, one scale per token.
 
     Args:
         x: (T, K) float; not modified.

@@ -1,7 +1,8 @@
 """Recurrent layers token by token, in float32 on any device; faster versions must agree with this.
 
-Shapes: B sequences, T new tokens of each, W width of the convolution, C its channels; G heads of queries and keys with
-N channels, H heads of values with P, H a multiple of G: neighbouring heads of values share a query and a key.
+Shapes: B sequences with T new tokens each; W width of the convolution, C its channels; G heads of queries and keys with
+N channels each; H heads of values with P channels each. H is a multiple of G, and H / G neighbouring heads of values
+share a query and a key.
 Source: Yang et al. 2025, Gated Delta Networks; Dao and Gu 2024, Transformers are SSMs.
 """
 

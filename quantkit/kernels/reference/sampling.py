@@ -3,9 +3,9 @@
 Order: temperature, top-k, top-p, min-p, then the draw. Top-p and min-p use the tokens left by the previous filter. A
 token that ties with the last one kept is kept too.
 
-The draw is by Gumbel-max: token i has the largest x[i] - log(E[i]) with probability softmax(x)[i] where E[i] are
-exponential variates that depend only on the row's key and on i. So a row gives the same token alone or in a batch, and
-on any device. A NaN logit wins, as in `argmax`.
+The draw uses the Gumbel-max trick: if E[i] are exponential variates, token i has the largest x[i] - log(E[i]) with
+probability softmax(x)[i]. E[i] depends only on the row's key and on i, so a row gives the same token alone or in a
+batch, and on any device. A NaN logit wins, as in `argmax`.
 
 `runtime.sampling` handles seeds and penalties of requests.
 Source: Maddison et al. 2014, A* Sampling; SplitMix64 (Steele et al. 2014) as counter-based generator.
@@ -26,7 +26,7 @@ from quantkit.kernels.transfer import send
 COLDEST = 1e-30
 """Lowest temperature; lower ones are raised to it."""
 
-# Sorting few tokens is enough when top-p or top-k ends among them.
+# Sorting this many tokens is enough if top-p and top-k keep fewer.
 _FEW = 256
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -86,7 +86,8 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
         logits: (R, V) float32; not modified.
         draws: sampling parameters of each row.
     Returns:
-        Logits over temperature (R, C), -inf where excluded, and their token ids (R, C); ids are None for all V tokens.
+        Logits (R, C) divided by the temperature, -inf for excluded tokens; and their token ids (R, C), or None if the
+        logits are those of all V tokens in order.
     """
     device = logits.device
     scaled = logits / _column(device, [max(draw.temperature, COLDEST) for draw in draws])
@@ -105,7 +106,7 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
 
 
 def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return logits and ids (R, C) of the likeliest tokens, `width` of them if that is enough.
+    """Return logits and ids (R, C) of the likeliest tokens: C is `width` if that is enough, otherwise V.
 
     Logits are -inf for tokens that top-k, then top-p exclude, and for logits below `least` (R, 1).
     """
@@ -116,7 +117,7 @@ def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tenso
         rank = torch.arange(width, device=scaled.device)
         inside = values.masked_fill(rank >= counts, -torch.inf)
         chances = (inside - torch.where(counts < size, inside.logsumexp(-1, keepdim=True), total)).exp()
-        # A token stays when those before it do not reach top_p yet; the first always does.
+        # A token stays if the tokens before it do not reach top_p; the first token always stays.
         # Rounded sums may reach 1 before the end, but a share of 1 keeps all.
         reached = (chances.cumsum(-1) - chances >= shares) & (shares < 1)
         kept = (~reached & (rank < counts)) | (rank == 0)

@@ -1,4 +1,4 @@
-"""Families of models as data: each file is one family or a few relatives; `find` picks by config.json."""
+"""Families of models as data. Each file holds one family or a few related ones; `find` picks one by config.json."""
 
 import functools
 import importlib
@@ -15,7 +15,10 @@ from quantkit.models.linear_sets import MLA_SETS
 
 
 def known() -> dict[str, Family]:
-    """Return the families, keyed by name. A file defines `FAMILY`, named like the file, or a dictionary `FAMILIES`."""
+    """Return the families, keyed by name.
+
+    Each file defines either `FAMILY`, whose name is that of the file, or a dictionary `FAMILIES`.
+    """
     return dict(_read(tuple(__path__)))
 
 
@@ -58,7 +61,7 @@ def find(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise ModelError(
-            "config.json has no 'architectures' entry, so the model's family is unknown; add its class name"
+            "config.json has no 'architectures' entry, so the model's family is unknown; add the model's class name"
         )
     by_class = supported()
     for name in map(str, names):
@@ -91,7 +94,8 @@ def find_language_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str,
     return find(config), config
 
 
-# Planning counts a model that no file describes like a Llama, which may have DeepSeek's latent attention and experts.
+# Planning counts a model that no file describes as if it were a Llama, perhaps with DeepSeek's latent attention and
+# experts.
 UNKNOWN = Family(
     linear_sets=tuple(replace(group, optional=True) for group in (*MLA_SETS, *Family(experts=SHARED_EXPERTS).sets)),
     window=Window(rule="upper", switch="use_sliding_window"),
@@ -103,8 +107,7 @@ UNKNOWN = Family(
 
 
 def family_for_counting(config: Mapping[str, Any]) -> Family:
-    """Return the family of a model by the classes or the `model_type` in its config.json; `UNKNOWN` if no family file
-    matches.
+    """Return the family that matches the classes or the `model_type` in a config.json; `UNKNOWN` if none matches.
 
     Raises:
         ModelError: the config.json looks like that of a known family, but quantkit refuses the model.

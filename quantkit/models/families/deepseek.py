@@ -1,4 +1,4 @@
-"""Multi-head latent attention, and experts chosen by sigmoid scores, as in DeepSeek-V2 and V3."""
+"""DeepSeek-V2 and V3, and families that use the latent attention or the experts of these models."""
 
 from dataclasses import replace
 

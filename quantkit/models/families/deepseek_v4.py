@@ -136,8 +136,9 @@ def _attention(read: ConfigReader, index: int) -> AttentionShape:
 
 
 def _layer_type(read: ConfigReader, index: int) -> str:
-    """Return a layer's type: from `layer_types`, else `compress_ratios`, else the family's rule: ratio 4 in layers 3,
-    5, 7, ..., and 128 in all others.
+    """Return a layer's type from `layer_types`, or else from `compress_ratios`, or else by the family's rule.
+
+    By that rule, layers 3, 5, 7, ... have ratio 4, and all other layers have ratio 128.
     """
     types, ratios = read.get("layer_types"), read.get("compress_ratios")
     by_ratio = {ratio: name for name, ratio in _RATES.items()}
@@ -151,14 +152,15 @@ def _layer_type(read: ConfigReader, index: int) -> str:
     if not isinstance(given, str) or given not in _RATES:
         raise ModelError(
             f"{read.where}: plan cannot count the cache of layer {index}, whose type is {given!r}; supported types: "
-            f"{', '.join(_RATES)}; give --params for the weights alone"
+            f"{', '.join(_RATES)}; give --params to plan the weights alone"
         )
     return str(given)
 
 
 def _compressor(name: str, width: int, attention: AttentionShape, hidden: int, vectors: Vectors) -> Sizes:
-    """Return the sizes of the two projections that compress tokens; add a bias per slot and a norm to `vectors`. For
-    overlapping entries (csa), projections and biases are twice as wide.
+    """Return the sizes of the two projections that compress tokens; add a bias per slot and a norm to `vectors`.
+
+    For overlapping entries (csa), projections and biases are twice as wide.
     """
     vectors[f"self_attn.{name}.position_bias"] = (attention.ratio, attention.series * width)
     vectors[f"self_attn.{name}.kv_norm.weight"] = (width,)
@@ -204,7 +206,7 @@ _MIXTURE = tuple(
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:
-    """Whether this file describes the model of a config.json."""
+    """Whether this family describes the model of a config.json."""
     return (config.get("hidden_act") or "silu", config.get("scoring_func") or "sqrtsoftplus") == (
         "silu",
         "sqrtsoftplus",

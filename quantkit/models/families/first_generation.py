@@ -1,6 +1,4 @@
-"""BLOOM, Falcon, MPT and OPT, with one projection for q, k and v, and ALiBi or learned positions. transformers runs
-them.
-"""
+"""BLOOM, Falcon, MPT and OPT: older families that quantkit quantizes, but whose models transformers runs."""
 
 from quantkit.models.family import Biases, Family, Parts, inside
 from quantkit.models.linear_sets import LinearSet

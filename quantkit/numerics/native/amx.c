@@ -1,4 +1,4 @@
-/* What products.c and fits.c compute, by tiles of AMX: the same sums in another order, several times as fast. */
+/* The sums of products.c and fits.c, computed with AMX tiles: in another order, and several times as fast. */
 #include "amx.h"
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -6,19 +6,19 @@
 
 #if QK_AMX
 
-enum { PAIRS = 256, BLOCKS = 8, LEAST = 128 }; /* multiplied at once; blocks on the left turned at once; a task's columns */
+enum { PAIRS = 256, BLOCKS = 8, LEAST = 128 }; /* pairs multiplied at once; blocks turned at once; columns of a task */
 
-/* At most (32, 32) of a product; `left` is turned, its blocks PAIRS * 32 numbers apart. */
+/* Add at most (32, 32) of a product to `total`. `left` is turned; its blocks are PAIRS * 32 numbers apart. */
 QK_INLINE void add_square(int tall, int wide, const uint16_t *left, const uint16_t *right, int64_t stride, int64_t pairs,
                           float *total, int64_t total_stride, int64_t rows, int64_t columns) {
     const int64_t whole = pairs / STEP;
     float sums[32 * 32] __attribute__((aligned(64)));
-    for (int64_t r = 0; r < rows; r++) /* on its way while the sums are made */
+    for (int64_t r = 0; r < rows; r++) /* prefetched while the sums are computed */
         for (int b = 0; b < wide; b++) _mm_prefetch((const char *)(total + r * total_stride + 16 * b), _MM_HINT_T0);
     clear_tiles();
     for (int64_t s = 0; s < whole; s++)
         multiply_tiles(tall, wide, left + s * TILE, PAIRS * 32, right + s * TILE, stride);
-    if (pairs % STEP) { /* what follows in the block is not of these rows */
+    if (pairs % STEP) { /* the rest of the block belongs to other rows */
         uint16_t last[2 * TILE] __attribute__((aligned(64)));
         memset(last, 0, sizeof last);
         for (int b = 0; b < wide; b++)
@@ -38,8 +38,8 @@ QK_INLINE void add_square(int tall, int wide, const uint16_t *left, const uint16
         }
 }
 
-/* At most (16 * BLOCKS, columns) of a product of at most PAIRS pairs; what is above the diagonal, of which the first
-   element is in column `diagonal`, may stay as it is. */
+/* Add at most (16 * BLOCKS, columns) of a product over at most PAIRS pairs to `total`. The diagonal starts in column
+   `diagonal` of the first row; values above it need not be computed. */
 static void add_part(const uint16_t *left, const uint16_t *right, int64_t left_block, int64_t right_block, int64_t pairs,
                      float *total, int64_t stride, int64_t rows, int64_t columns, int64_t diagonal) {
     uint16_t turned[BLOCKS * PAIRS * 32] __attribute__((aligned(64)));
@@ -75,7 +75,7 @@ void qk_add_products_amx(const uint16_t *left, const uint16_t *right, int64_t le
                 for (int64_t c = 0; c < columns; c += wide) {
                     const int64_t height = rows - r < tall ? rows - r : tall, width = columns - c < wide ? columns - c : wide;
                     const int64_t diagonal = lower < 0 ? columns : lower + r - c;
-                    if (diagonal + height <= 0) continue; /* all of it is above */
+                    if (diagonal + height <= 0) continue; /* the whole task is above the diagonal */
                     add_part(left + r / 16 * left_block + 32 * from, right + c / 16 * right_block + 32 * from, left_block,
                              right_block, pairs, total + r * columns + c, columns, height, width,
                              diagonal);
@@ -85,7 +85,7 @@ void qk_add_products_amx(const uint16_t *left, const uint16_t *right, int64_t le
     }
 }
 
-/* As `meet` of fits.c: 16 * wide outputs; `hessian` is turned, `step` pairs of a group to a tile. */
+/* Like `meet` of fits.c, for 16 * wide outputs. `hessian` is turned; a tile holds `step` pairs of a group. */
 QK_INLINE void meet_tiles(int wide, const uint16_t *hessian, int64_t steps, const uint16_t *own, int64_t own_block,
                           int64_t step, const uint16_t *others, int64_t size, int64_t outputs, float *sums, int64_t count) {
     float products[32 * 32] __attribute__((aligned(64)));
@@ -151,7 +151,7 @@ int qk_normal_equations_amx(const uint16_t *codes, const uint16_t *packed, const
 
 #endif
 
-/* Whether this library multiplies by tiles; the system is asked for them at the first call. */
+/* Whether this library multiplies with AMX tiles. The first call asks the operating system for permission. */
 QK_EXPORT int qk_has_amx(void) {
 #if QK_AMX
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };

@@ -1,12 +1,12 @@
-/* Products of bf16 by tiles of AMX, for matrices packed as in tile.h: a packed block of 16 pairs of rows is what the
-   unit takes on the right; on the left it wants the pairs of a column side by side.
-   Tiles: 0 to 3 sums, two by two; 4 and 5 left; 6 and 7 right. */
+/* Products of bf16 with AMX tiles, for matrices packed as in tile.h. A packed block of 16 pairs of rows can be loaded
+   as the right factor as it is. The left factor must be turned, so that the pairs of a column are side by side. Tiles 0
+   to 3 hold 2 x 2 tiles of sums, 4 and 5 the left factor, 6 and 7 the right factor. */
 #pragma once
 #include "tile.h"
 
 #if QK_AMX
 
-enum { STEP = 16, TILE = 512 }; /* pairs of rows in a tile; numbers of bf16 */
+enum { STEP = 16, TILE = 512 }; /* pairs of rows in a tile; bf16 numbers in a tile */
 #define QK_FENCE __asm__ volatile("" ::: "memory") /* gcc does not know that tiles are loaded from memory */
 
 typedef struct {
@@ -15,7 +15,8 @@ typedef struct {
     uint8_t rows[16];
 } Shapes;
 
-/* Of this thread's tiles: `pairs` of rows are multiplied at once. `_tile_release` must follow the last product. */
+/* Configure this thread's tiles for `pairs` pairs of rows at once. The caller must call `_tile_release` after the last
+   product. */
 QK_INLINE void shape_tiles(int pairs) {
     Shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) shapes.rows[i] = i < 6 ? 16 : pairs, shapes.bytes[i] = i == 4 || i == 5 ? 4 * pairs : 64;
@@ -23,7 +24,7 @@ QK_INLINE void shape_tiles(int pairs) {
     _tile_loadconfig(&shapes);
 }
 
-/* From [pair][column] to [column][pair], 16 of each; pairs that are missing become zeros. */
+/* Rearrange 16 x 16 pairs from [pair][column] to [column][pair]; zeros replace missing pairs. */
 QK_INLINE void turn(const uint16_t *packed, int64_t pairs, uint16_t *turned) {
     __m512i x[16], y[16];
     UNROLL for (int i = 0; i < 16; i++) x[i] = i < pairs ? _mm512_loadu_si512(packed + 32 * i) : _mm512_setzero_si512();
@@ -48,7 +49,7 @@ QK_INLINE void turn(const uint16_t *packed, int64_t pairs, uint16_t *turned) {
     }
 }
 
-/* Into the sums, `tall` by `wide` tiles, one step. Blocks on the left and on the right lie so many numbers apart. */
+/* Add one step to the sums of `tall` by `wide` tiles. left_block, right_block: numbers from one block to the next. */
 QK_INLINE void multiply_tiles(int tall, int wide, const uint16_t *left, int64_t left_block, const uint16_t *right,
                               int64_t right_block) {
     _tile_loadd(4, left, 64);
@@ -72,7 +73,7 @@ QK_INLINE void clear_tiles(void) {
     _tile_zero(3);
 }
 
-/* The sums as they lie in the product: (16 * tall, 32). */
+/* Store the sums in the order of the product, (16 * tall, 32). */
 QK_INLINE void store_tiles(int tall, int wide, float *sums) {
     _tile_stored(0, sums, 128);
     if (wide > 1) _tile_stored(1, sums + 16, 128);

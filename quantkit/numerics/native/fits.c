@@ -1,10 +1,11 @@
-/* The normal equations of scales: for each output the sums over two groups of inputs of code x Hessian x code. See
+/* Normal equations of scales: for each output and each pair of groups of inputs, the sum of code x Hessian x code. See
    compress/algorithms/_gptq_fit.py. */
 #include "tile.h"
 
 #if QK_BF16
 
-/* One output per lane: `wide` blocks of them, one group of `size` inputs against one of the same or later inputs. */
+/* Compute these sums for one pair of groups of `size` inputs, with one output per lane and `wide` blocks of outputs.
+   own: codes of the first group; others: codes of the same or of a later group. */
 QK_INLINE void meet(int wide, const uint16_t *hessian, int64_t from, const uint16_t *own, const uint16_t *others,
                     int64_t size, int64_t outputs, float *sums, int64_t count) {
     const int64_t pairs = (size + 1) / 2;
@@ -29,9 +30,9 @@ QK_INLINE void meet(int wide, const uint16_t *hessian, int64_t from, const uint1
     }
 }
 
-/* Of a few groups, each with itself and those that follow: `normal` (groups, all, outputs).
-   codes: (all * size, padded) bf16, outputs padded with zeros to whole blocks of 16; packed: the same by groups, each
-   packed; hessian: rows of each of the groups, packed. `size` is a multiple of 8. */
+/* Compute the sums of a few groups, each with itself and with all later groups: `normal` (groups, all, outputs). codes:
+   (all * size, padded) bf16; zeros pad the outputs to whole blocks of 16. packed: the same codes, packed group by
+   group. hessian: the rows of each of the few groups, packed. size: a multiple of 8. */
 QK_EXPORT void qk_normal_equations(const uint16_t *codes, const uint16_t *packed, const uint16_t *hessian, float *normal,
                                    int64_t first, int64_t groups, int64_t all, int64_t size, int64_t outputs,
                                    int64_t padded, int threads) {

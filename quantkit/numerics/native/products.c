@@ -1,14 +1,14 @@
-/* Products of bf16 matrices that share their rows, summed in float32: left' right. See numerics/matmul.py. */
+/* Products left' right of bf16 matrices with the same number of rows, summed in float32. See numerics/matmul.py. */
 #include "tile.h"
 
-enum { CHUNK = 256 }; /* pairs that are multiplied at once: what all tiles of a strip read stays in cache */
+enum { CHUNK = 256 }; /* pairs multiplied at once, so that what all tiles of a strip read stays in cache */
 
 QK_INLINE void pack_pair(const uint16_t *even, const uint16_t *odd, int64_t width, uint16_t *out) {
     if (width < 16) memset(out, 0, 64);
     for (int64_t i = 0; i < width; i++) out[2 * i] = even[i], out[2 * i + 1] = odd ? odd[i] : 0;
 }
 
-/* Blocks and pairs by the square, so that of both matrices little is under way at once. */
+/* Pack in squares of pairs and columns, so that only small parts of both matrices are in use at once. */
 QK_EXPORT void qk_pack(const uint16_t *x, int64_t stride, int64_t rows, int64_t columns, uint16_t *packed,
                        int64_t of_block, int threads) {
     enum { PAIRS = 32, COLUMNS = 256 };
@@ -33,7 +33,7 @@ QK_INLINE void add_tile(int wide, const uint16_t *left, const uint16_t *right, i
     __m512 sum[TALL][WIDE];
     UNROLL for (int r = 0; r < TALL; r++)
         UNROLL for (int b = 0; b < wide; b++) sum[r][b] = _mm512_setzero_ps();
-    for (int64_t r = 0; r < rows; r++) /* on its way while the sums are made */
+    for (int64_t r = 0; r < rows; r++) /* prefetched while the sums are computed */
         for (int b = 0; b < wide; b++) _mm_prefetch((const char *)(total + r * total_stride + 16 * b), _MM_HINT_T0);
     tile(wide, left, right, stride, pairs, sum);
     UNROLL for (int r = 0; r < TALL; r++)
@@ -46,8 +46,9 @@ QK_INLINE void add_tile(int wide, const uint16_t *left, const uint16_t *right, i
         }
 }
 
-/* Add left' right to (rows, columns) of `total`; with `lower`, what is above its diagonal, of which its first element is
-   in column `lower`, may stay as it is. Less than 0: all of it is wanted. Blocks lie so many numbers apart. */
+/* Add left' right to (rows, columns) of `total`. lower: column of the first row in which the diagonal starts; values
+   above the diagonal need not be computed. Below 0: compute all values. left_block, right_block: numbers from one block
+   to the next. */
 QK_EXPORT void qk_add_products(const uint16_t *left, const uint16_t *right, int64_t left_block, int64_t right_block,
                                int64_t tokens, float *total, int64_t rows, int64_t columns, int64_t lower, int threads) {
 #if QK_AMX
@@ -78,5 +79,5 @@ QK_EXPORT void qk_add_products(const uint16_t *left, const uint16_t *right, int6
 
 #endif
 
-/* Whether this library multiplies bf16. */
+/* Whether this library multiplies bf16 with AVX-512. */
 QK_EXPORT int qk_has_avx512(void) { return QK_BF16; }

@@ -1,13 +1,13 @@
-/* GPTQ's loop inside a block of columns, for integers: round one column, add its error to what the others compensate for.
-   See compress/algorithms/_gptq_loop.py. */
+/* GPTQ's loop inside a block of columns, for integers: round one column, and let the other columns compensate for its
+   error. See compress/algorithms/_gptq_loop.py. */
 #include "native.h"
 
-enum { LANES = 32, MOST = 128 }; /* outputs at once: what they are owed by a block of columns stays in cache */
+enum { LANES = 32, MOST = 128 }; /* outputs at once, whose `owed` stays in cache; columns of a block */
 
 typedef struct {
-    const float *lower, *scales, *zeros; /* zeros: or NULL */
-    const int64_t *groups;               /* of each column */
-    int64_t stride, columns, outputs;    /* of `lower`; of the block; of all */
+    const float *lower, *scales, *zeros; /* zeros: NULL if symmetric */
+    const int64_t *groups;               /* group of each column */
+    int64_t stride, columns, outputs;    /* row stride of `lower`; columns of the block; all outputs */
     float least, largest;
 } Block;
 
@@ -24,7 +24,7 @@ QK_INLINE void settle(const Block *block, int has_zeros, float *rows, float *due
         _Pragma("omp simd") for (int n = 0; n < LANES; n++) {
             const float offset = has_zeros ? zero[n] : 0;
             float code = rintf((row[n] + share * owed[i][n]) / scale[n] + offset);
-            code = code > least ? code : least; /* what is not a number too */
+            code = code > least ? code : least; /* catches NaN too */
             code = code < largest ? code : largest;
             error[n] = row[n] - (code - offset) * scale[n];
             owed[i][n] += pivot * error[n];
@@ -42,7 +42,7 @@ static void settle_whole(const Block *block, float *rows, float *due, int8_t *co
     else settle(block, 0, rows, due, codes);
 }
 
-/* The last outputs, too few for all lanes: with copies of them in the lanes that are left. */
+/* Settle the last outputs, which are too few for all lanes; copies of the last one fill the other lanes. */
 static void settle_last(Block block, float *rows, float *due, int8_t *codes, int64_t left) {
     float own_rows[MOST][LANES], own_due[MOST][LANES], scales[MOST][LANES], zeros[MOST][LANES];
     int8_t own_codes[MOST][LANES];
@@ -67,9 +67,9 @@ static void settle_last(Block block, float *rows, float *due, int8_t *codes, int
     }
 }
 
-/* Settle at most 128 columns, the last one first; nonzero, and nothing done, for more.
-   rows: (columns, outputs) weights, after it their errors; due: what columns settled before add to them, after it
-   L'e; codes: (columns, outputs); lower: of the block's first column. */
+/* Settle at most 128 columns, the last one first. For more columns, return 1 and do nothing. rows: (columns, outputs)
+   weights, which are replaced by their errors. due: the corrections from columns settled before, which are replaced by
+   L'e. codes: (columns, outputs), the result. lower: L, from the block's first column on. */
 QK_EXPORT int qk_settle(float *rows, float *due, int8_t *codes, const float *lower, int64_t stride, const float *scales,
                         const float *zeros, const int64_t *groups, int64_t columns, int64_t outputs, float least,
                         float largest, int threads) {

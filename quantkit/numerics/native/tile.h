@@ -1,13 +1,14 @@
-/* Products of bf16 by twos. Matrices come packed: blocks of 16 columns, and in a block its columns' rows by twos,
-   [row / 2][column][even, odd], zeros where a row or a column is missing. */
+/* Products of pairs of bf16. Matrices are packed in blocks of 16 columns. A block is [row / 2][column][even row, odd
+   row], with zeros for missing rows and columns. */
 #pragma once
 #include "native.h"
 
-enum { WIDE = 3, TALL = 8 }; /* blocks on the right and columns on the left of a tile */
+enum { WIDE = 3, TALL = 8 }; /* per tile: blocks of the right factor, columns of the left factor */
 
 #if QK_BF16
 
-/* Eight columns of a block on the left, from the one that `left` points at, times `wide` blocks on the right. */
+/* Multiply eight columns of a block of the left factor, from the one that `left` points at, with `wide` blocks of the
+   right factor. */
 QK_INLINE void tile(int wide, const uint16_t *left, const uint16_t *right, int64_t stride, int64_t pairs,
                     __m512 sum[TALL][WIDE]) {
     for (int64_t p = 0; p < pairs; p++, left += 32, right += 32) {

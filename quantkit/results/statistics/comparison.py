@@ -1,5 +1,5 @@
-"""Compare two evaluations item by item: what changed, whether it is significant, and how much a change of dtype alone
-would change.
+"""Compare two evaluations item by item: what changed, whether the change is significant, and how much another dtype
+alone would change the results.
 
 The noise floor of a number is how much the original's result changes when the original computes in another dtype. It is
 the larger of two changes: the observed one, and the one that the same number of changed items would cause by chance if
@@ -210,7 +210,7 @@ def _compare_mean(triples: Sequence[tuple[TaskResult, TaskResult, TaskResult | N
 def _comparison(
     result: PairedResult, subject: str, metric: str, floor: float | None = None, *, higher_is_better: bool = True
 ) -> Comparison:
-    """Convert a paired result to a `Comparison`; its ratio becomes the recovery."""
+    """Convert a paired result to a `Comparison`; the ratio of the result becomes the recovery."""
     numbers = asdict(result)
     recovery, low, high = (numbers.pop(name) for name in ("ratio", "ratio_low", "ratio_high"))
     return Comparison(

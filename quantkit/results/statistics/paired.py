@@ -1,12 +1,13 @@
 """Compare two models on the same items: the difference, its 95 % interval, a paired test, and the ratio with its
 interval.
 
-Right-or-wrong items use score intervals, which keep their coverage even if few items differ: Tango's for the
-difference, Nam and Blackwelder's for the ratio, and the mid-p form of McNemar's exact test. Other scores use Student's
-t on the per-item differences. The mean over several tasks gives them equal weight and adds their variances.
+For right-or-wrong items, the intervals are score intervals, which keep their coverage even if few items differ: Tango's
+for the difference, and Nam and Blackwelder's for the ratio. The test is the mid-p form of McNemar's exact test. For
+other scores, interval and test are Student's t on the per-item differences. The mean over several tasks gives all tasks
+equal weight and adds the variances of the tasks.
 
 If fewer than about three items are expected to differ, no interval computed from the counts can have exactly 95 %
-coverage. These intervals then cover more, up to 100 %.
+coverage. The coverage of these intervals is then larger, up to 100 %.
 
 Sources: Tango 1998, Equivalence test and confidence interval for the difference in proportions for the paired-sample
 design. Nam and Blackwelder 2002, Analysis of the ratio of marginal probabilities in a matched-pair setting. Fagerland,
@@ -27,8 +28,8 @@ def bisect(function: Callable[[float], float], low: float, high: float, *, steps
     """Return the point where a decreasing function changes sign.
 
     Args:
-        function: positive at `low`, negative at `high`. If it has one sign everywhere, the result is the end where its
-            value is nearer to zero.
+        function: positive at `low`, negative at `high`. If it has one sign everywhere, the result is the end at which
+            the function is nearer to zero.
         low, high: ends of the interval to search.
         steps: number of halvings; 80 reach the precision of a float.
     """
@@ -117,8 +118,8 @@ class PairedResult:
         baseline, value: means over items, then over tasks.
         difference, low, high: value - baseline and its 95 % interval.
         ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None if baseline is 0.
-        p_value: two-sided p-value of the hypothesis of no difference. It and the intervals are None if no standard
-            error is known.
+        p_value: two-sided p-value of the hypothesis of no difference. The p-value and the intervals are None if no
+            standard error is known.
     """
 
     method: str
@@ -183,7 +184,10 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Means, variances and covariance (divided by total - 1) of pairs of scores; `signed`: some scores are negative."""
+    """Means, variances and covariance (divided by total - 1) of pairs of scores.
+
+    `signed` says whether any score is negative.
+    """
 
     means: tuple[float, float]
     variances: tuple[float, float]
@@ -208,7 +212,7 @@ def compare_pairs(tasks: Sequence[Pairs]) -> PairedResult:
     """Compare two models on one task, or on the unweighted mean of several.
 
     Args:
-        tasks: for each task, the original's scores and the model's, item by item; at least one pair each.
+        tasks: for each task, the original's scores and the model's scores, item by item; at least one item per task.
     Raises:
         ValueError: a task has no pairs, or its lists differ in length.
     """
@@ -305,7 +309,7 @@ def _interval(
 ) -> tuple[float, float]:
     """Return the interval of all values that the test does not reject.
 
-    `gap` is a decreasing function. A bound that is None is found by doubling.
+    `gap` is a decreasing function. `low` and `high` limit the search; a limit that is None is found by doubling.
     """
     if low is None:
         low = estimate - 1

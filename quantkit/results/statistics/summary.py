@@ -37,7 +37,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """Median, tails and mean of one sample, and its number of values."""
+    """Percentiles, mean and number of the values of one sample."""
 
     p50: float
     p90: float
@@ -119,7 +119,7 @@ def fit_gaps(run: BenchmarkRun) -> PolynomialFit | None:
 
 
 def least_squares(points: Points, degree: int, *, num_dropped: int = 0) -> PolynomialFit:
-    """Fit a polynomial to all points; there must be enough of them."""
+    """Fit a polynomial to all points; at least `degree` + 2 points and `degree` + 1 different x are needed."""
     size, scale = degree + 1, max(abs(x) for x, _ in points) or 1.0
     powers = [[(x / scale) ** i for i in range(size)] for x, _ in points]  # scaled, for well-conditioned equations
     rows = [(row, y) for row, (_, y) in zip(powers, points, strict=True)]

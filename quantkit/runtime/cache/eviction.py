@@ -2,13 +2,13 @@
 
 A sequence's page list loses whole pages, and later pages move up. The cached length then differs from the position in
 the text. Kernels read pages in list order and need no change: keys are rotated by their text position when stored. Each
-head of each layer chooses which tokens to evict and first moves the tokens that it keeps out of the evicted pages; see
-`kv_cache`.
+head of each layer chooses for itself which tokens to evict. Before a page is removed, each head's remaining tokens in
+this page are moved to other pages; see `kv_cache`.
 
-Shared pages and pages in the prefix cache are never written: the sequence continues with a copy. The choice of tokens
+Eviction never writes a page that other sequences can read: the sequence continues with a copy. The choice of tokens
 does not depend on other sequences in the batch. The prefix cache shares only pages before the first possible eviction,
-because later keys and values depend on evicted tokens. A sequence recomputed after preemption evicts the same tokens at
-the same points as before: a new choice could differ through rounding.
+because later keys and values depend on which tokens were evicted. A sequence that is recomputed after preemption evicts
+the same tokens at the same points as before, because a new choice could differ through rounding.
 """
 
 import sys
@@ -44,21 +44,22 @@ class Evictor:
         return budget.until_due(sequence.num_computed, kept, sequence.num_prompt, self._chunk(sequence))
 
     def promised(self, sequence: Sequence) -> int:
-        """Return how many tokens the pages of a sequence must hold to finish its known tokens and go on."""
+        """Return how many tokens the pages of a sequence must hold to compute its known tokens and one new token."""
         return min(sequence.num_needed - sequence.num_evicted, self.budget.peak)
 
     def grows(self, sequence: Sequence) -> bool:
-        """Whether the sequence will have more pages when it starts to sample than it has now."""
+        """Whether the sequence may keep more tokens than its pages hold, up to its limit and the KV budget."""
         return min(sequence.limit, self.budget.tokens) > len(sequence.pages) * self.budget.page_size
 
     def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None], oldest: int) -> None:
-        """Evict tokens of sequences that a step has just computed, where an eviction is due.
+        """After a step, evict tokens of each of its sequences whose next eviction is due.
 
         Args:
             sequences: sequences of the step that have not ended.
-            preempt: takes the pages of the youngest running sequence when page copies need free pages.
-            oldest: number of the oldest unfinished request. It is never preempted, so its earlier evictions need not be
-                remembered.
+            preempt: frees the pages of the youngest running sequence; called when a page must be copied and none is
+                free.
+            oldest: number of the oldest unfinished request. This request is never preempted, so its earlier evictions
+                are forgotten.
         """
         for sequence in sequences:
             # A sequence that was preempted meanwhile has no tokens in the cache, so it is not due.
@@ -81,20 +82,27 @@ class Evictor:
     def _candidates(self, sequence: Sequence) -> range:
         """Return the slots of the cache from which the policy may evict tokens.
 
-        They exclude the `recent` newest tokens of the budget and the last page if it is not full. They include the
-        first tokens (attention sinks) only if the policy's `judges_sinks` is true.
+        The newest tokens (`KVBudget.recent` of them) and a last page that is not full are excluded. The first tokens
+        (attention sinks) are included only if the policy's `judges_sinks` is true.
         """
         kept, size = sequence.num_kept, self.budget.page_size
         first = 0 if self.policy.judges_sinks else SINK_TOKENS
         return range(first, min(kept - self.budget.recent, kept // size * size))
 
     def _given_up(self, sequence: Sequence) -> range:
-        """Return the slots of the pages to remove: the first pages after the sinks, whatever the policy chooses."""
+        """Return which of the sequence's pages to remove, as indices in its page list.
+
+        They are the first pages after the attention sinks, whatever the policy chooses.
+        """
         first, count = self.budget.first_candidate, self.budget.surplus(sequence.num_kept)
         return range(first, first + count)
 
     def _has_own_pages(self, sequence: Sequence) -> bool:
-        """Replace shared pages that eviction will write by copies; return False if no page is free."""
+        """Make sure that no other sequence can read the pages that eviction will write; return whether this succeeded.
+
+        A page that is shared or in the prefix cache is replaced by a copy. If no page is free for the copy, the page is
+        removed from the prefix cache instead, which fails if another sequence holds the page.
+        """
         if not self.policy.reads_keys:
             return True
         assert self._cache is not None, "a policy reads the cache"
@@ -125,7 +133,7 @@ class Evictor:
         self._remove(sequence, given_up)
 
     def _choose(self, sequence: Sequence, count: int) -> dict[int, Array]:
-        """Return the slots of the tokens to evict, keyed by layer number, one row per head."""
+        """Return the slots of the tokens to evict, keyed by layer number; each value has shape (heads, count)."""
         assert self._cache is not None, "a policy reads the cache"
         layers = self._cache.keys_of(sequence.pages[: sequence.num_kept // self.budget.page_size])
         candidates = self._candidates(sequence)

@@ -1,18 +1,19 @@
-"""The KV cache: one pool of pages per layer, and the layer's attention over it. It knows pages, not sequences.
+"""The KV cache: one pool of pages per layer, and the layer's attention over it. This module knows pages, not sequences.
 
 `pages` counts references to pages and `prefix_cache` shares them.
 
 Compaction moves kept tokens out of the pages that a sequence is about to lose. Every head of every layer keeps the same
-number of tokens, but chooses its own. The lost pages are the same for all heads, so a head moves its kept tokens from
-these pages into slots of tokens it evicts elsewhere. Example with pages of 3 tokens; the second page is lost:
+number of tokens, but chooses for itself which ones. The lost pages are the same for all heads. A head's remaining
+tokens in these pages therefore move into slots of tokens that this head evicts from other pages. Example with pages of
+3 tokens; the second page is lost:
 
     slots                     [a b c | d e f | g h i | k]
     evicted by one head              [b, e, g]              d and f are kept and move to the slots of b and g
     after                     [a d c | f h i | k]
 
-The order of cached tokens does not matter: keys are already rotated, and all are older than every query. Only sliding
-windows need the order; there, the oldest page is dropped without moves. Stored bits move unchanged, except keys with a
-scale per channel: these are quantized again with the new contents of their page.
+The order of cached tokens does not matter: keys are already rotated, and all are older than every query. Only layers
+with a sliding window need the order; they lose the page without any moves, because its tokens lie before the window.
+Stored bits move unchanged, except keys with a scale per channel: a page whose contents change is quantized again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,16 +38,16 @@ class KVCache:
 
     Rules for callers that allocate pages and build batches:
 
-    - All tokens of a sequence before this step (context length - query length) must be valid. A later step may rewrite
-      positions (rejected drafts), up to `MAX_ROLLBACK` tokens before the furthest position written. The shorter context
-      length is enough to signal this.
-    - A page is final, and may be published to the prefix cache, once all its tokens are accepted: pages before
-      accepted_tokens // page_size. No flush is needed: a page is quantized in the step that completes it, and again if
-      some of its tokens are rejected and rewritten.
-    - Shared pages are never written: a sequence that starts from shared pages starts at a page boundary.
-    - `batch.residual_rows` must give a sequence the same row from its first token on (after a preemption, from the
-      recomputed first token on). Two running sequences never share a row. The row may hold anything when a sequence
-      starts from shared pages.
+    - Of each sequence, the first context length - query length tokens must be valid in the cache before a step. After
+      drafts were rejected, a later step may rewrite up to `MAX_ROLLBACK` tokens before the furthest position written.
+      The shorter context length of that step is enough to signal this.
+    - A page is final, and may be published to the prefix cache, once all its tokens are accepted. This holds for the
+      first accepted_tokens // page_size pages. No flush is needed: a page is quantized in the step that completes it,
+      and again if some of its tokens are rejected and rewritten.
+    - A sequence that starts from shared pages must start at a page boundary, so that shared pages are never written.
+    - `batch.residual_rows` must give a sequence the same row in every step from its first token on (after a preemption,
+      from the recomputed first token on). Two running sequences must not share a row. The row may hold anything when a
+      sequence starts from shared pages.
     - Pages need no clearing: slots past a sequence's end are never used.
 
     Args:
@@ -55,8 +56,8 @@ class KVCache:
         max_sequences: number of rows in the residual windows.
         device: device of the pools.
     Attributes:
-        attention: functions keyed by layer number; each lets the new tokens attend to the cache and to each other, and
-            stores their keys and values.
+        attention: functions keyed by layer number; each stores the keys and values of the new tokens, and lets the new
+            tokens attend to the cache and to each other.
         states: states of recurrent layers, which have no pages, keyed by layer number.
         entries: pools of layers whose entries each represent several tokens, keyed by layer number.
     Raises:
@@ -93,7 +94,7 @@ class KVCache:
             # Allocators of the host and of CUDA both end here: torch.cuda.OutOfMemoryError is a RuntimeError.
             needed = num_pages * page_bytes(self.layouts) + residual_bytes(self.layouts, max_sequences)
             raise ResourceError(
-                f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, which are not free; "
+                f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, more than is free; "
                 "lower num_pages or memory, or use a smaller KV type"
             ) from error
         parts = zip(paged.items(), self._pools, self._residuals, strict=True)
@@ -109,7 +110,7 @@ class KVCache:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether attention of a decode step can be captured as a CUDA graph: all its inputs are on the device."""
+        """Whether attention of a decode step has all inputs on the device, so that a CUDA graph can capture it."""
         return all(getattr(attention, "is_capturable", False) for attention in self.attention.values())
 
     @property
@@ -119,15 +120,15 @@ class KVCache:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that each sequence needs besides its pages: residual windows and states."""
+        """Bytes of the rows that sequences need besides pages: residual windows, states, and rows of entry pools."""
         windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
         rows = sum(pool.num_bytes for pool in self.states.values())
         return windows + rows + sum(pool.num_bytes for pool in self.entries.values())
 
     def keys_of(self, pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the number of each layer with full attention, and the keys in these complete pages.
+        """Yield the number of each layer with full attention, and its keys in these complete pages.
 
-        `Policy.scores` describes the shape.
+        `Policy.scores` describes the shape of the keys.
         """
         numbers = torch.tensor(pages, device=self.device)
         for n, views in self._views.items():
@@ -135,28 +136,30 @@ class KVCache:
                 yield n, page_keys(views, numbers).flatten(1, 2)
 
     def compact(self, pages: Sequence[int], given_up: range, evicted: Mapping[int, Array]) -> None:
-        """Move the kept tokens from the slots given up to the slots of tokens evicted elsewhere; see `fill_holes`.
+        """Fill slots of evicted tokens with the remaining tokens of pages that a sequence is about to lose.
+
+        See `fill_holes`.
 
         Args:
             pages: complete pages of one sequence.
             given_up: slots of the pages that the sequence is about to lose.
-            evicted: (H, len(given_up)) slots of the evicted tokens, keyed by layer number.
+            evicted: slots of the tokens to evict, keyed by layer number; each value has shape (H, len(given_up)).
         """
         numbers = torch.tensor(pages, device=self.device)
         for n, slots in evicted.items():
             fill_holes(self._views[n], numbers, given_up, torch.from_numpy(slots.astype("int64")).to(self.device))
 
     def copy_page(self, page: int, copy: int) -> None:
-        """Copy the contents of `page` to `copy` in all layers."""
+        """Copy the contents of `page` to `copy` in all layers that store a key and value per token."""
         for pool in self._pools:
             pool[copy] = pool[page]
 
     def move_up(self, row: int, count: int) -> None:
-        """Shift a sequence's newest tokens `count` positions towards its beginning after pages were evicted.
+        """Shift a sequence's row of each residual window towards the beginning, after tokens were evicted.
 
         Args:
             row: row of the sequence in the residual windows.
-            count: number of evicted tokens.
+            count: number of evicted tokens, by which to shift.
         """
         for residual in self._residuals:
             if residual is not None:
@@ -164,12 +167,14 @@ class KVCache:
 
 
 def lowest(scores: Tensor, candidates: range, count: int) -> Array:
-    """Return the slots of each head's lowest scores, (H, count) in slot order; ties go to the first slots.
+    """Return the slots with each head's lowest scores; of equal scores, the first slots count as lowest.
 
     Args:
-        scores: (H, N) one score per slot.
+        scores: (H, N), one score per head and slot.
         candidates: slots to choose from, at least `count`.
         count: slots to return per head.
+    Returns:
+        (H, count), in slot order.
     """
     order = scores[:, candidates.start : candidates.stop].argsort(dim=1, stable=True)[:, :count]
     slots: Array = (order.sort(1).values + candidates.start).cpu().numpy()
@@ -177,13 +182,13 @@ def lowest(scores: Tensor, candidates: range, count: int) -> Array:
 
 
 def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) -> None:
-    """Move each head's kept tokens from the slots given up to the slots of tokens it evicts elsewhere.
+    """For each head, fill the slots of evicted tokens in other pages with the remaining tokens of the slots `given_up`.
 
     Args:
         views: pages of one layer; modified.
         pages: (P,) complete pages of one sequence.
         given_up: slots of the pages that the sequence is about to lose.
-        evicted: (H, len(given_up)) int64, slots of each head's evicted tokens.
+        evicted: (H, len(given_up)) int64, slots of the tokens that each head evicts.
     """
     size = views.layout.page_size
     holes = torch.zeros(len(evicted), len(pages) * size, dtype=torch.bool, device=pages.device)
@@ -204,7 +209,13 @@ def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) 
 
 
 def _move_keys(views: KVViews, pages: Tensor, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
-    """Move keys with a scale per channel, by head and slot; quantize each changed page of a head again."""
+    """Move keys that have a scale per channel, and quantize each changed page of a head again.
+
+    Args:
+        views: pages of one layer; modified.
+        pages: (P,) complete pages of one sequence.
+        source, target: heads and slots of the keys before and after the move.
+    """
     keys, (heads, slots), size = page_keys(views, pages), target, views.layout.page_size  # (H, P, S, D)
     keys.flatten(1, 2)[target] = keys.flatten(1, 2)[source]
     changed = torch.unique(heads * len(pages) + slots // size)

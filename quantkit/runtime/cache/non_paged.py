@@ -1,17 +1,19 @@
 """Caches that do not store one key and value per token: DeepSeek-V4 entries and states of recurrent layers.
 
-The state of a recurrent layer has one row per running sequence: the state after the tokens computed so far.
-An entry of DeepSeek-V4 stands for several tokens.
+`StatePool` has one row per running sequence: the state of a recurrent layer after the tokens computed so far.
+`EntryPool` holds the entries of DeepSeek-V4, each of which stands for several tokens.
 
-The pages of a sequence, concatenated, form two byte arrays: one of entries, one of the indexer's keys:
+A page has bytes for entries and bytes for keys of the indexer. The entries of a sequence fill the entry bytes of its
+pages one after another, and may cross page boundaries; the same holds for the indexer's keys:
 
     page 0         page 1         page 2
-    │ e0 e1 e2 e3 │ e4 e5 ...    │              page size 16, an entry for 4 tokens
-    │ e0 ...      │ ... e0       │ e1 ...       page size 64, an entry for 128 tokens: half of it in each page
+    │ e0 e1 e2 e3 │ e4 e5 ...    │              page size 16, one entry for 4 tokens
+    │ e0 ...      │ ... e0       │ e1 ...       page size 64, one entry for 128 tokens: half an entry in each page
 
 A quantized entry consists of codes, the rotated channels in 16 bits, and one byte per block of codes: the exponent of
-the block's power-of-two scale. A quantized key has the same parts except the rotated channels.
-Shapes: n entries, D channels, W window.
+the block's power-of-two scale. A quantized key of the indexer has the same parts except the rotated channels.
+Shapes of entries: n entries, D channels. Shapes of states: B sequences, C channels of the convolution; H, N, P and W as
+in `models.recurrent`.
 Source: vLLM's cache layout for V4 (fp8: 584 bytes per entry, 132 per key).
 """
 
@@ -38,9 +40,10 @@ from quantkit.numerics.dtype import FP8, INT4, DType
 
 
 class StatePool:
-    """States of the recurrent layers, indexed by `ForwardBatch.residual_rows` under the same rules. *Mutable*.
+    """States of one recurrent layer, one row per running sequence. *Mutable*.
 
-    Tokens cannot be removed from a state. Rows need no clearing: a sequence without computed tokens reads zeros.
+    `ForwardBatch.residual_rows` gives the row of each sequence; `KVCache` lists the rules for it. Tokens cannot be
+    removed from a state. Rows need no clearing: a sequence without computed tokens reads zeros.
 
     Args:
         shape: shape of one layer's state.
@@ -58,7 +61,9 @@ class StatePool:
         return sum(pool.nbytes for pool in self._pools)
 
     def read(self, run: "Run") -> tuple[Tensor, Tensor]:
-        """Return the convolution's past inputs (B, W - 1, C) and the states (B, H, N, P); zeros for new sequences."""
+        """Return the convolution's past inputs (B, W - 1, C) and the states (B, H, N, P); both are zero for new
+        sequences.
+        """
         past, state = (pool[run.rows] for pool in self._pools)
         return (past.zero_(), state.zero_()) if run.begins else (past, state)
 
@@ -73,7 +78,7 @@ class Run:
     """Consecutive sequences of a batch that have the same number of new tokens.
 
     Args:
-        tokens: slice of their tokens among the batch's new tokens.
+        tokens: slice of the batch's new tokens that belongs to these sequences.
         rows: (B,) row of each sequence in the state pools.
         begins: whether no token of these sequences has been computed yet.
     """
@@ -84,7 +89,9 @@ class Run:
 
 
 def runs(batch: ForwardBatch) -> Iterator[Run]:
-    """Split a batch into runs: all decodes form one run, each prompt chunk forms its own."""
+    """Split a batch into runs: consecutive sequences that have equally many new tokens and either all begin or all
+    continue. Decoding sequences that follow each other thus form one run.
+    """
     start = row = 0
     lengths = zip(batch.query_lengths, batch.context_lengths, strict=True)
     for (length, begins), members in groupby((new, new == context) for new, context in lengths):
@@ -99,12 +106,12 @@ _BIAS = 127  # added to an exponent to store it as a byte
 
 @dataclass(frozen=True, slots=True)
 class EntryCodes:
-    """Encoder of vectors (n, D) to bytes (n, B), and decoder of these bytes.
+    """Encodes vectors (n, D) as bytes (n, B), and decodes the bytes.
 
     Args:
-        width: D.
+        width: number of channels D of a vector.
         rotated: number of rotated channels at the end of a vector; they are never quantized.
-        block: channels that share a power-of-two scale.
+        block: number of channels that share a power-of-two scale.
         multiple: the exponents are padded to a multiple of this many bytes.
         number: number type of the codes; None = values are stored unquantized in `dtype`.
         dtype: dtype of unquantized values.
@@ -167,15 +174,15 @@ class EntryCodes:
 
 
 class EntryPool:
-    """Entries and windows of one layer. As in `StatePool`, rows need no clearing. *Mutable*.
+    """DeepSeek-V4's cache of one layer: entries in pages, and one row per sequence for the rest. *Mutable*.
+
+    A row holds the keys of the sliding window and the inputs of the next entries. Rows need no clearing.
 
     Args:
         layout: layout of the layer's cache.
         num_pages: pages in the pool.
         num_rows: maximum number of sequences that run at the same time.
         device: device of the pool.
-    Attributes:
-        num_page_bytes, num_bytes: bytes of all pages, and of all rows.
     """
 
     def __init__(self, layout: EntryLayout, num_pages: int, num_rows: int, device: torch.device) -> None:
@@ -201,43 +208,56 @@ class EntryPool:
         return self._window.nbytes + self._past.nbytes
 
     def window(self, row: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the keys (n, D) of the newest tokens that the next token of a sequence of this length sees."""
+        """Return the stored keys in the next token's sliding window, (n, D).
+
+        Args:
+            row: row of the sequence.
+            length: number of computed tokens of the sequence.
+            dtype: dtype of the keys.
+        """
         size = self._window.shape[1]
         slots = torch.arange(max(0, length - size + 1), length, device=row.device) % size
         return self._entry.decode(self._window[row, slots], dtype)
 
     def keep_window(self, row: Tensor, length: int, keys: Tensor) -> None:
-        """Store the newest keys (n, D) of a sequence; `length` includes them."""
+        """Store the keys (n, D) of a sequence's newest tokens; `length` counts all its tokens, the newest included."""
         size = self._window.shape[1]
         slots = torch.arange(max(length - len(keys), length - size), length, device=row.device) % size
         self._window[row, slots] = self._entry.encode(keys[-size:])
 
     def past(self, row: Tensor, length: int) -> Tensor:
-        """Return the last rows (n, past width), at most `past_tokens`, that a sequence of this length keeps for its
-        next entries.
+        """Return the stored inputs of a sequence's next entries.
+
+        Args:
+            row: row of the sequence.
+            length: number of computed tokens of the sequence.
+        Returns:
+            (n, past width), one row for each of the last n tokens; n is `length`, but at most `past_tokens`.
         """
         size = self._past.shape[1]
         return self._past[row, max(0, size - length) :]
 
     def keep_past(self, row: Tensor, past: Tensor) -> None:
-        """Keep the last of these rows (n, past width) for the next entries; the newest token is last."""
+        """Store inputs of the next entries, (n, past width), newest token last; keep only the last `past_tokens`."""
         count = min(len(past), self._past.shape[1])
         self._past[row, self._past.shape[1] - count :] = past[len(past) - count :].to(self._past.dtype)
 
     def entries(self, pages: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the first `count` entries (n, D) of a sequence, then the indexer's keys if there are any."""
+        """Return the first `count` entries (n, D) of a sequence, and as many keys (n, D) of the indexer if there is
+        one.
+        """
         return [
             codes.decode(pool[pages].view(-1)[: count * codes.num_bytes].view(count, codes.num_bytes), dtype)
             for codes, pool in zip(self._codes, self._pages, strict=False)
         ]
 
     def append(self, pages: Tensor, first: int, entries: Sequence[Tensor]) -> None:
-        """Store new entries of one sequence after those that it has.
+        """Store new entries of one sequence behind its earlier entries.
 
         Args:
             pages: pages of the sequence, in order.
-            first: index in the sequence of the first new entry.
-            entries: (n, D) entries; and (n, D) keys of the indexer if the layer has one.
+            first: index of the first new entry among all entries of the sequence.
+            entries: the new entries (n, D), then the indexer's keys (n, D) if the layer has an indexer.
         """
         for codes, pool, values in zip(self._codes, self._pages, entries, strict=False):
             stored = codes.encode(values).view(-1)

@@ -1,7 +1,7 @@
-"""Owners of the KV pool's pages. This module handles page numbers only: `kv_cache` holds the bytes.
+"""Ownership of the KV pool's pages. This module handles page numbers only: `kv_cache` holds the bytes.
 
-A page is free or referenced. A free page keeps its content key until it is reused. New pages are taken from free pages
-without a key first, then from the page released longest ago.
+A page is free or referenced. A free page keeps its content key until it is reused. Allocation first takes free pages
+without a key, then the free pages that were released longest ago.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        """Number of free pages that a key can still find."""
+        """Number of free pages that have a key, so that `find` can still return them."""
         return len(self._cached)
 
     def is_free(self, page: int) -> bool:
@@ -59,7 +59,10 @@ class PagePool:
         return self._counts[page] == 1 and page not in self._key_of
 
     def withdraw(self, page: int) -> bool:
-        """Remove the key of a held page so that no other sequence finds it; return False if it has other holders."""
+        """Remove the key of a held page, so that no other sequence finds the page.
+
+        Return False, and change nothing, if the page has several holders.
+        """
         if self._counts[page] > 1:
             return False
         del self._page_of[self._key_of.pop(page)]
@@ -88,7 +91,7 @@ class PagePool:
                     self._blank.append(page)
 
     def publish(self, key: bytes, page: int) -> None:
-        """Store the key of a referenced page's contents; do nothing if another page already has this key."""
+        """Store the key of a referenced page's contents; do nothing if the key or the page is already published."""
         assert self._counts[page] > 0, f"page {page} is published but free"
         # Two sequences may compute equal pages side by side; the second page gets no key and is freed as blank.
         if key not in self._page_of and page not in self._key_of:
@@ -96,7 +99,7 @@ class PagePool:
             self._key_of[page] = key
 
     def find(self, key: bytes) -> int | None:
-        """Return the page with these contents, free or referenced."""
+        """Return the page with this key, free or referenced; None if no page has it."""
         return self._page_of.get(key)
 
     def forget(self) -> None:

@@ -3,9 +3,9 @@
     key(page 0) = H(root, its tokens)     key(page i) = H(key(page i - 1), its tokens)     root = H(model, KV format)
 
 H is BLAKE2b with 128 bits, so equal keys mean equal token histories and no tokens are compared on a hit. Three rules
-keep it exact. At least one token is left to compute, because its logits are needed. A page is published only after the
-step that filled it. A page is published only if all its tokens are final; unverified drafts are not. With a KV budget,
-only pages before the first possible eviction are shared; see `eviction`.
+keep results exact. At least one token is left to compute, because its logits are needed. A page is published only after
+the step that filled it. A page is published only if all its tokens are final; unverified drafts are not. With a KV
+budget, only pages before the first possible eviction are shared; see `eviction`.
 Source: the block hash of vLLM (Kwon et al. 2023, PagedAttention), with the KV format in the key.
 """
 
@@ -27,7 +27,7 @@ class PrefixCache:
         page_size: tokens per page.
         identity: everything else that determines a page's bytes: model and KV format.
         enabled: False = find and publish nothing.
-        most: maximum number of tokens at the start of a sequence to share; None = all.
+        most: share at most this many tokens from the start of a sequence; None = all.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PrefixCache:
         return pages
 
     def missing_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
-        """Return the keys of the shareable pages after the first `num_known` ones."""
+        """Return the keys of a sequence's shareable pages, without the first `num_known` of them."""
         if not self.enabled:
             return []
         return [self._key(sequence, index) for index in range(num_known, self._whole_pages(sequence.first_row))]
@@ -87,11 +87,11 @@ class PrefixCache:
         sequence.num_published = full
 
     def _whole_pages(self, num_tokens: int) -> int:
-        """Return how many full pages this many tokens fill, limited to shareable pages."""
+        """Return how many pages this many tokens fill completely, but at most the number of shareable pages."""
         return min(num_tokens // self._page_size, self._most_pages)
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
-        """Return the key of a page of the sequence; its tokens are final, so keys are computed once and kept."""
+        """Return the key of a page of the sequence. Tokens of full pages are final, so each key is computed once."""
         keys, size = sequence.page_keys, self._page_size
         while len(keys) <= index:
             start = len(keys) * size

@@ -17,7 +17,8 @@ _STATELESS_TOKENS = 2**31  # size of a pool that only counts tokens: the model k
 
 
 def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int, device: torch.device) -> int:
-    """Return the number of pages: as requested, as the memory budget allows, or as free memory allows.
+    """Return the number of pages in the pool: `config.num_pages`, or else as many as the sequences can fill and the
+    memory holds.
 
     Args:
         layouts: layouts of all layers, including a draft model's; empty if the model keeps its own keys and values.
@@ -25,7 +26,8 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
         model_length: the maximum number of tokens per sequence that the model supports.
         device: device of the pool.
     Raises:
-        RequestError: not even one page, or one sequence of the requested length, fits; the message has the numbers.
+        RequestError: the memory is too small for one page, or for one sequence of the requested length; the message has
+            the numbers.
     """
     length = config.context_length(model_length)
     budget = config.budget_tokens(length)
@@ -42,7 +44,7 @@ def size_pool(layouts: Sequence[Layout], config: EngineConfig, model_length: int
     # A length that the user names must fit; the model's own limit may be more than any memory holds.
     least, what = 1, "one page"
     if budget is not None:
-        least, what = config.pages_for(budget) + 1, f"one sequence of {budget} tokens and a page of its prompt"
+        least, what = config.pages_for(budget) + 1, f"one sequence of {budget} tokens plus one page for prompts"
     elif config.max_length is not None:
         least, what = config.pages_for(config.max_length), f"one sequence of {config.max_length} tokens"
     if num_pages < least:
@@ -73,8 +75,8 @@ def kv_budget(config: EngineConfig, model_length: int, num_pages: int, window: i
     pooled = num_pages * config.page_size
     if pooled - tokens < config.page_size:
         raise RequestError(
-            f"kv_budget is {tokens} tokens, but the KV pool holds {pooled} and needs a free page for prompts; give a "
-            f"budget of {max(0, pooled - config.page_size)} or less, or a larger pool"
+            f"kv_budget is {tokens} tokens, but the KV pool holds {pooled} tokens, and one page must stay free for "
+            f"prompts; give a budget of {max(0, pooled - config.page_size)} or less, or a larger pool"
         )
     # While a chunk is computed, all its tokens exceed the budget, so they must fit into the rest of the pool.
     chunk = min(config.token_budget if config.chunked else length, pooled - tokens)
@@ -95,7 +97,7 @@ class Capacity:
 
     @classmethod
     def of(cls, config: EngineConfig, model_length: int, num_pages: int, budget: KVBudget | None = None) -> "Capacity":
-        """Return the capacity for this context length and number of pages."""
+        """Return the token limits that the settings, the model and the number of pages set."""
         length = config.context_length(model_length)
         pooled = length if budget is not None else num_pages * config.page_size  # tokens over the budget are evicted
         return cls(num_tokens=min(length, pooled), max_length=length)
@@ -116,12 +118,13 @@ class Capacity:
         # A request that only scores its prompt draws nothing and needs no slot for a new token.
         left, least = self.num_tokens - num_prompt, 0 if max_tokens == 0 else 1
         if left < least:
-            beside = " beside a new token" if least else ""
+            beside = ", to leave one for the output" if least else ""
             raise RequestError(
-                f"the prompt has {num_prompt} tokens and {where}; at most {self.num_tokens - least} fit{beside}"
+                f"the prompt has {num_prompt} tokens, but {where}; shorten the prompt to {self.num_tokens - least} "
+                f"tokens or less{beside}"
             )
         if max_tokens is not None and max_tokens > left:
             raise RequestError(
-                f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} need {num_prompt + max_tokens},"
-                f" but {where}; max_tokens can be {left} at most"
+                f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} need {num_prompt + max_tokens} tokens, "
+                f"but {where}; set max_tokens to {left} or less, or shorten the prompt"
             )

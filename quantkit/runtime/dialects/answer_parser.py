@@ -1,4 +1,4 @@
-"""Reads an answer while it is generated: thinking, tool calls and content. Torch-free.
+"""Separate an answer into thinking, tool calls and content while it is generated. Torch-free.
 
 A call is reported when it is complete, because text that only looks like a call must stay text. The parser holds back
 only text whose meaning depends on what follows: the beginning of a marker, an open call, and whitespace that may be
@@ -21,7 +21,7 @@ _FENCE = regex.compile(r"\s*```")
 
 @dataclass(kw_only=True, slots=True)
 class AnswerParts:
-    """Parts that a piece of text adds to an answer. *Mutable* while the parser fills it.
+    """Thinking, content and tool calls that a piece of text adds to an answer. *Mutable* while the parser fills it.
 
     Args:
         thinking: text of the thinking.
@@ -45,14 +45,14 @@ class AnswerParser:
     """Parser of one answer. *Mutable*.
 
     Whitespace around the thinking, between content and a call, and between calls is dropped. Only the beginning of an
-    answer can be thinking. A call without markers counts if it is the beginning of the answer (in a block of code or
-    not) and names one of the tools.
+    answer can be thinking. JSON without markers counts as a call if it is the beginning of the answer (in a block of
+    code or not) and names one of the tools.
 
     Args:
         dialect: how the model writes calls and thinking.
-        is_thinking: whether the prompt has begun the thinking.
-        tools: names of the tools; None = calls are text.
-        bare: whether calls without markers count; None = they count if the dialect has calls.
+        is_thinking: whether the prompt ends with the marker that begins the thinking.
+        tools: names of the tools; None = calls are returned as text.
+        bare: whether JSON without markers can be a call; None = it can if the dialect has markers for calls.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class AnswerParser:
         self._json_end: _JsonEnd | None = None
 
     def push(self, text: str) -> AnswerParts:
-        """Add text to the answer; return the parts that are certain from now on."""
+        """Add text to the answer; return the new parts that no later text can change."""
         self._held += text
         return self._read(is_last=False)
 
     def end(self) -> AnswerParts:
-        """Return the remaining parts at the end of the answer; an incomplete call is content."""
+        """Return the remaining parts at the end of the answer; an incomplete call becomes content."""
         parts = self._read(is_last=True)
         if not self._num_calls and (self._has_content or not self._has_thinking):
             parts.content += self._spaces
@@ -108,7 +108,7 @@ class AnswerParser:
     # that more text is needed.
 
     def _read_beginning(self, is_last: bool) -> bool:
-        """Choose the next state: thinking if the answer begins with its marker, otherwise content."""
+        """Choose the next state: thinking if the answer begins with the marker of thinking, otherwise content."""
         marker, text = self._dialect.thinking[0], self._held.lstrip()
         if marker and marker.startswith(text[: len(marker)]):
             if len(text) >= len(marker):
@@ -204,10 +204,10 @@ class AnswerParser:
         return False
 
     def _sizes_of(self, body: str, is_last: bool) -> tuple[list[int], bool]:
-        """Return the possible lengths of a call, and whether they are final, whatever text follows.
+        """Return the possible lengths of a call, and whether they are final even if more text follows.
 
         Args:
-            body: text behind the marker of a call.
+            body: text after the marker of a call.
             is_last: whether no more text follows.
         """
         dialect = self._dialect
@@ -273,7 +273,7 @@ class _JsonEnd:
         """Return where the JSON ends; None if its end is not in the text.
 
         Args:
-            text: text that begins with the JSON; it must continue the text given before.
+            text: text that begins with the JSON; it must begin with the text of the previous call.
         """
         while match := _JSON_MARKS.search(text, self._at):
             mark, at = match[0], match.end()
@@ -303,5 +303,5 @@ def _num_spaces(text: str) -> int:
 
 
 def _is_in_text(json: str) -> bool:
-    """Whether a beginning of JSON ends inside a string."""
+    """Whether a text, which is the beginning of some JSON, ends inside a string."""
     return sum(match[1] is not None for match in _QUOTE.finditer(json)) % 2 == 1

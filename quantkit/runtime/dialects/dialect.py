@@ -1,7 +1,8 @@
 """A dialect: the markers around tool calls and thinking, and how a call is written. Torch-free.
 
-A model's dialect is the one whose texts all occur in the model's chat template; if there are several, the one with the
-most text. Markers are those of the chat templates; vLLM's and SGLang's tool parsers look for the same ones.
+A dialect lists texts, and fits a model if all of them occur in the model's chat template. If several dialects fit, the
+one with the longest texts is used. Markers are those of the chat templates; vLLM's and SGLang's tool parsers look for
+the same markers.
 """
 
 import functools
@@ -31,9 +32,11 @@ class Dialect:
         template: texts that all occur in a chat template of this dialect.
         start: first marker of an answer that calls tools; empty = the dialect has no tool calls.
         begin, end: markers around one call; empty `end` = a call extends to the next call or the end of the answer.
-        stop: marker behind the last call; empty = none.
-        call: pattern with the groups `name` and `arguments`; None = JSON with these keys, or a list of it.
-        parameter: pattern with the groups `name` and `value` of one argument; None = the arguments are a JSON object.
+        stop: marker after the last call; empty = none.
+        call: regular expression for a call, with the groups `name` and `arguments`; None = a call is a JSON object with
+            these keys, or a list of such objects.
+        parameter: regular expression for one argument, with the groups `name` and `value`; None = the arguments are a
+            JSON object.
         thinking: markers around thinking; two empty texts = none.
         example: the call weather(city="Oslo") in this dialect, for tests.
     """
@@ -50,16 +53,21 @@ class Dialect:
     example: str = ""
 
     def calls(self, text: str) -> list[Call | None]:
-        """Read the tool calls of an answer whose text includes special tokens; None for each malformed call.
+        """Return the tool calls of an answer, with None for each malformed call.
 
         An answer without markers counts as a call if it consists only of a call's JSON.
+
+        Args:
+            text: the answer, including special tokens.
         """
         if bare := self._bare(text):
             return self.read_json(bare[1])
         return [call for body in self._bodies(text) for call in ([None] if body is None else self.read(body))]
 
     def call_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return where each tool call of an answer begins and ends; the first begins at the marker before all calls."""
+        """Return where each tool call of an answer begins and ends; the first span includes the marker before all
+        calls.
+        """
         if bare := self._bare(text):
             return [(len(text) - len(text.lstrip()), bare.end(1))]
         pattern = re.escape(self.begin) + ".*?" + (re.escape(self.end) or "$")
@@ -76,7 +84,7 @@ class Dialect:
 
         Args:
             text: an answer.
-            is_thinking: whether the prompt has begun the thinking.
+            is_thinking: whether the prompt ends with the marker that begins the thinking.
         """
         begin, end = self.thinking
         if end and end in text:
@@ -84,7 +92,7 @@ class Dialect:
         return "" if begin and (is_thinking or text.lstrip().startswith(begin)) else text
 
     def begins_thinking(self, prompt: str) -> bool:
-        """Whether a prompt in the chat template has begun the thinking."""
+        """Whether a prompt ends with the marker that begins the thinking."""
         return bool(self.thinking[0]) and prompt.rstrip().endswith(self.thinking[0])
 
     def _bodies(self, text: str) -> Iterator[str | None]:
@@ -95,7 +103,7 @@ class Dialect:
             yield (self.begin if self.begin.startswith("{") else "") + body if end else None
 
     def read_json(self, body: str) -> list[Call | None]:
-        """Read the JSON of a call, or a list of it; None for each call that is malformed."""
+        """Return the calls in a JSON object or list, with None for each malformed call."""
         try:
             # `parse_object`, which has limits, reads only objects, so the calls are wrapped in one.
             read = parse_object(f'{{"calls": {body}}}', self.name, DataError)
@@ -105,7 +113,7 @@ class Dialect:
             return [None]
 
     def read(self, body: str) -> list[Call | None]:
-        """Read the text between the markers of a call; returns the same as `read_json`."""
+        """Return the calls in the text between the markers of a call, with None for each malformed call."""
         if self.call is None:
             return self.read_json(body)
         try:

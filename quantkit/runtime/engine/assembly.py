@@ -31,7 +31,7 @@ from quantkit.runtime.model.model import Model, NativeModel, config_layouts
 
 
 def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
-    """Return the settings with a page size small enough for the KV budget; read only headers.
+    """Return the settings with a page size small enough for the KV budget. This reads only the model's headers.
 
     Args:
         path: model directory.
@@ -50,19 +50,20 @@ def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
 
 
 def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, device: torch.device) -> Capacity | None:
-    """Return the maximum number of tokens per sequence that the engine will allow; read only headers.
+    """Predict the engine's token limits for a sequence. This reads only the models' headers.
 
     Args:
         path: model directory.
         draft: directory of the draft model, whose cache shares the memory; None = no draft model.
         config: settings.
-        device: device that the settings name.
+        device: device to run on.
     Returns:
-        None if the model runs only in transformers.
+        The limits; None if transformers runs the model.
     Raises:
         SchemeError: the KV type is unknown.
-        RequestError: the pool is too small, max_length exceeds the model's context, or the draft model cannot be used.
-        ModelError, CheckpointError: there is no such model.
+        RequestError: the pool is too small, max_length exceeds the model's context, the draft model cannot be used, or
+            tokens of the model cannot be evicted although there is a KV budget.
+        ModelError, CheckpointError: the path holds no model, or an invalid one.
     """
     kv_scheme(config.kv_cache)  # refuses an unknown name, whatever runs the model
     if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device)) is None:
@@ -86,8 +87,7 @@ def _plan_pool(
     window: int,
     device: torch.device,
 ) -> tuple[int, KVBudget | None]:
-    """Return the number of pages in the pool and the KV budget per sequence, which is None if no sequence can exceed
-    it.
+    """Return the number of pages in the pool, and the KV budget per sequence or None if no sequence can exceed it.
 
     Args:
         config: settings.
@@ -107,7 +107,7 @@ def _plan_pool(
 def _read(
     path: Path, kv_cache: str | None, config: EngineConfig, device: torch.device
 ) -> tuple[ModelConfig, list[Layout]] | None:
-    """Return a model's config and the KV layouts of its layers; None if the model does not run natively."""
+    """Return a model's config and the KV layouts of its layers; None if only transformers can run the model."""
     reader = CheckpointReader(path)
     try:
         model, _, _ = read_headers(reader)
@@ -131,18 +131,21 @@ def build_engine(
     Args:
         model: model to run.
         config: settings.
-        draft: model that proposes tokens; None with a controller = propose from n-grams.
+        draft: model that proposes draft tokens; None = n-grams propose them, if there is a controller.
         controller: chooses the number of draft tokens; None = no speculation.
         tokenizer: see `Engine`.
         identity: identity of the model, for the prefix cache.
     Raises:
         SchemeError: the KV type is unknown.
-        RequestError: the pool is too small for the settings, the draft model has another vocabulary, or a KV type is
-            given for a model that keeps its own keys and values.
+        RequestError: the pool is too small for the settings, the draft model has another vocabulary, or the settings
+            give a KV type although the model keeps its own keys and values.
         ResourceError: memory is too small.
     """
     if not model.paged and config.kv_cache != "auto":
-        raise RequestError(f"kv_cache {config.kv_cache!r} works only with models that run natively; leave it out")
+        raise RequestError(
+            f"kv_cache is {config.kv_cache!r}, but transformers runs this model and keeps its keys and values; leave "
+            "kv_cache out"
+        )
     if controller is not None:
         check_states(model.is_recurrent, draft is not None and draft.is_recurrent)
     layouts = model.layouts(config.kv_cache, config.page_size)
@@ -172,10 +175,10 @@ def build_engine(
 
 
 def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
-    """Refuse a KV budget if eviction would free nothing.
+    """Refuse a KV budget if the model or the draft model keeps everything, so that eviction would free nothing.
 
     Raises:
-        RequestError: the message says why eviction would free nothing.
+        RequestError: eviction would free nothing; the message says why.
     """
     if not any(isinstance(layout, KVLayout) for layout in layouts):
         kept = "a state of fixed size per sequence" if layouts else "its own keys and values"
@@ -184,8 +187,8 @@ def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
         raise RequestError(f"kv_budget: the model keeps {kept}, which cannot be evicted; leave kv_budget out")
     if has_draft:
         raise RequestError(
-            "kv_budget does not work with a draft model, which keeps all keys and values of a sequence; use speculate "
-            "ngram, or leave kv_budget out"
+            "kv_budget does not work with a draft model, because a draft model keeps all keys and values of a sequence"
+            "; set speculate to ngram, or leave kv_budget out"
         )
 
 

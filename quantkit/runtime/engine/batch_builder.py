@@ -22,8 +22,10 @@ _TABLE_STEP = 16
 
 
 def table_width(num_pages: int) -> int:
-    """Return the number of columns of a page table on a GPU: a multiple of 16, because Triton compiles a kernel again
-    for other strides."""
+    """Return the number of columns of a page table on a GPU: `num_pages`, rounded up to a multiple of 16.
+
+    Triton would compile each kernel again for a stride that is not a multiple of 16.
+    """
     return -(-num_pages // _TABLE_STEP) * _TABLE_STEP
 
 
@@ -34,7 +36,7 @@ class ScheduledChunk(NamedTuple):
         holder: sequence that the tokens belong to.
         tokens: token ids to compute, at least one.
         start: position of the first token in the sequence.
-        num_logits: number of tokens, counted from the end, whose logits to return.
+        num_logits: number of last tokens whose logits the step returns.
     """
 
     holder: PageHolder
@@ -44,7 +46,7 @@ class ScheduledChunk(NamedTuple):
 
 
 def is_decode_step(chunks: Sequence[ScheduledChunk]) -> bool:
-    """Whether each sequence gets one token, and all logits are needed."""
+    """Whether every chunk consists of one token whose logits are needed."""
     return all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks)
 
 
@@ -154,7 +156,7 @@ class BatchBuilder:
         self._slots.array[at : at + count] = page * size + positions % size
 
     def _tabulate(self, holder: PageHolder) -> None:
-        """Update the holder's row of the page table; a newly assigned row still holds its previous owner's pages."""
+        """Update the holder's row of the page table; a newly assigned row may still list its previous owner's pages."""
         row, known = self._table[holder.row], holder.num_table_entries
         if known == 0 or known > len(holder.pages):
             row.fill(-1)
@@ -163,7 +165,10 @@ class BatchBuilder:
         holder.num_table_entries = len(holder.pages)
 
     def table_of(self, chunks: Sequence[ScheduledChunk], width: int) -> Array:
-        """Return the first pages of each chunk, (len(chunks), width) int32; valid until the next call."""
+        """Return the first `width` page numbers of each chunk's sequence, (len(chunks), width) int32.
+
+        The array is valid until the next call.
+        """
         for chunk in chunks:
             if chunk.holder.num_table_entries != len(chunk.holder.pages):
                 self._tabulate(chunk.holder)

@@ -1,9 +1,9 @@
-"""Decode steps of a CPU as one native call: the model's layers, recorded once as a list of kernel calls.
+"""Decode steps on a CPU as one native call, a single call of C code that runs all layers of the model.
 
-Between the kernels of a small model, Python takes as long as the kernels themselves. `record` walks a model once and
-notes the kernels that `NativeModel.forward` would call; `kernels.cpu.program` then runs them all in C, with the same
-bits. This covers dense decoders with RMS norms and gated feed-forward layers. `record` refuses other models; their
-steps run layer by layer, as do steps with prompt tokens or drafts.
+If a model is small, the Python code between its kernels takes as long as the kernels. `record` walks a model once and
+lists the kernel calls that `NativeModel.forward` would make; `kernels.cpu.program` then makes all these calls in C. The
+results are the same bit for bit. This covers dense decoders with RMS norms and gated feed-forward layers. `record`
+refuses other models; their steps run layer by layer, as do steps with prompt tokens or drafts.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from quantkit.runtime.model.model import NativeModel
 
 
 class Unsupported(Exception):
-    """A model has a part that no program covers; the message is the reason."""
+    """A model has a part that no program covers; the message names this part."""
 
 
 class DecodeProgram:
-    """Runs decode steps of a model and its cache; it grows with the largest batch.
+    """Runs decode steps of a model and its cache; the buffers grow to the largest batch so far.
 
     Args:
         model: model to run.
@@ -57,8 +57,8 @@ class DecodeProgram:
         Args:
             chunks, tokens: see `Runner.step`.
         Returns:
-            Logits of each chunk, valid until the next call; None if this is not a decode step, or if a text is so long
-            that rotary wavelengths depend on its length.
+            Logits of each chunk, valid until the next call; None if this is not a decode step, or if a sequence is so
+            long that the wavelengths of its rotary embedding depend on its length.
         """
         if not is_decode_step(chunks) or not self._update_angles(1 + max(chunk.start for chunk in chunks)):
             return None
@@ -76,7 +76,10 @@ class DecodeProgram:
         return self._model.scaled_logits(self._scores[:count])
 
     def _update_angles(self, length: int) -> bool:
-        """Give the program the angles of positions below `length`; return False if a table cannot hold them."""
+        """Give the program the angles of positions below `length`.
+
+        Return False if these angles depend on the length of the sequence, so that no table can hold them.
+        """
         for table, addresses in zip(self._model.tables, self._angles, strict=True):
             if length > (table.rope.turning_length or length):
                 return False
@@ -93,15 +96,19 @@ def record(
     Args:
         model: model to run.
         cache: KV cache.
-        angles: one for each of the model's rotary embeddings; addresses are set before each step.
+        angles: an angle table for each rotary embedding of the model; their addresses are set before each step.
         rows: maximum number of sequences.
     Returns:
-        The program; its input, embeddings (rows, H) that the program overwrites; and its output, scores (rows, V).
+        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffer, the head's
+        scores (rows, V).
     Raises:
         Unsupported: the model has a part that no program covers.
     """
     _require(cpu.library() is not None, f"C kernels are {cpu.status()}")
-    _require(model.device.type == "cpu" and model.dtype in STATE_TYPES, f"{model.dtype} on {model.device}")
+    _require(
+        model.device.type == "cpu" and model.dtype in STATE_TYPES,
+        f"there are no C kernels for {model.dtype} on {model.device}",
+    )
     _require(model.streams is None, "several residual streams")
     recorder = _Recorder(model, cache, angles, Program(rows, model.dtype))
     pending: Tensor | None = None
@@ -113,7 +120,7 @@ def record(
 
 
 class _Recorder:
-    """Notes the kernel calls of a model's parts; buffers have the names of the values that they hold."""
+    """Records the kernel calls of a model's parts; each buffer is named after the values that it holds."""
 
     def __init__(self, model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], program: Program) -> None:
         self._model, self._cache, self._angles, self.program = model, cache, angles, program
@@ -138,7 +145,7 @@ class _Recorder:
         return added
 
     def head(self, pending: Tensor | None) -> Tensor:
-        """Record final norm and head; return the buffer of the scores."""
+        """Record the final norm and the output head; return the buffer of the head's scores."""
         normed = self._norm(self._model.final_norm, self.stream if pending is None else pending, pending is not None)
         return self._linear(self._model.head, normed, "scores")
 
@@ -146,14 +153,17 @@ class _Recorder:
         paged, options = self._cache.attention[attention.layer], attention.options
         if not isinstance(paged, Stepwise) or not isinstance(paged.inner, NativeAttention) or paged.matrix is not None:
             raise Unsupported("attention with sinks, or a rotated KV cache")
-        _require(attention.norms is None, "norms over all heads, or after the rotation")
+        _require(attention.norms is None, "norms of queries and keys over all heads, or after the rotation")
         _require(
             not attention.is_gated and attention.clip is None and attention.growth is None,
             "attention with gates, clipping or position-dependent factors",
         )
-        _require(not options.interleaved, "rotation of neighbouring channels")
+        _require(not options.interleaved, "rotary embeddings that rotate neighbouring channels")
         norms = options.norms
-        _require(norms is None or norms.query.dtype == norms.key.dtype == self._model.dtype, "norms in another dtype")
+        _require(
+            norms is None or norms.query.dtype == norms.key.dtype == self._model.dtype,
+            "norms whose dtype differs from the model's",
+        )
         qkv = self._linear(attention.qkv, entered, "qkv")
         attended = self.program.buffer("attended", attention.num_heads * attention.head_dim)
         angles, half = (None, 0) if block.rope is None else (self._angles[block.rope], self._half(block.rope))
@@ -177,7 +187,10 @@ class _Recorder:
         """Record a norm of x, or of x added to the stream; return the buffer of the result."""
         if not isinstance(norm, RMSNorm) or norm.weight.shape != (x.shape[1],):
             raise Unsupported("layers without RMS norms before attention and feed-forward layers")
-        _require(norm.weight.dtype == self._model.dtype and norm.quantization is None, "norms in another dtype")
+        _require(
+            norm.weight.dtype == self._model.dtype and norm.quantization is None,
+            "norms whose dtype differs from the model's, or whose output is quantized",
+        )
         out = self.program.buffer("normed", x.shape[1]) if out is None else out
         self.program.norm(x, norm.weight, norm.eps, norm.offset, out, self.stream if adds else None)
         return out
@@ -195,8 +208,8 @@ def _require(condition: bool, reason: str) -> None:
     """Refuse a model that does not meet a condition.
 
     Args:
-        condition: what must hold.
-        reason: part of the model that no program covers, for users.
+        condition: whether the model meets it.
+        reason: part of the model that no program covers, in words for users.
     """
     if not condition:
         raise Unsupported(reason)

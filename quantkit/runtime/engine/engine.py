@@ -79,7 +79,7 @@ class Engine:
         if budget is not None:
             policy = policies.REGISTRY.load(config.kv_policy or policies.DEFAULT)
             self.eviction = Evictor(budget, policy, self.pool, cache)
-        most = None if budget is None else budget.tokens - 1  # fewer tokens than those after which a sequence evicts
+        most = None if budget is None else budget.tokens - 1  # no sequence evicts before it has more tokens than this
         self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
         self.scheduler = Scheduler(
@@ -120,8 +120,9 @@ class Engine:
         Returns:
             The request's number, as in `StepOutput`.
         Raises:
-            RequestError: the prompt is empty or has unknown tokens, the request can never fit (the message says how
-                many tokens do), more tokens should be scored than exist, or there are stop texts but no tokenizer.
+            RequestError: the prompt is empty, has unknown tokens, or has fewer tokens than the request asks to score;
+                the request can never fit (the message says how many tokens fit); the schema or grammar is invalid; or
+                there are stop texts, but no tokenizer.
         """
         ids = self.check(prompt_ids, params)
         number = self._num_added
@@ -146,7 +147,7 @@ class Engine:
         return number
 
     def check(self, prompt_ids: Many[int], params: SamplingParams) -> list[int]:
-        """Return the prompt's tokens if `add` would accept the request; any thread may call this.
+        """Return the prompt's tokens as a list if `add` would accept the request; any thread may call this.
 
         Raises:
             RequestError: see `add`.
@@ -168,10 +169,14 @@ class Engine:
         # On a GPU an index out of range is a device assertion, after which every request of the process fails.
         if min(given) < 0 or max(given) >= self.model.vocab_size:
             wrong = min(given) if min(given) < 0 else max(given)
-            raise RequestError(f"the prompt holds token {wrong}; the model knows 0 to {self.model.vocab_size - 1}")
+            raise RequestError(
+                f"the request holds token {wrong}; the model's token ids are 0 to {self.model.vocab_size - 1}"
+            )
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
             if outside := [token for token in tokens if not 0 <= token < self.model.vocab_size]:
-                raise RequestError(f"{name} holds {outside[0]}; the model knows 0 to {self.model.vocab_size - 1}")
+                raise RequestError(
+                    f"{name} holds token {outside[0]}; the model's token ids are 0 to {self.model.vocab_size - 1}"
+                )
         if params.constraint is not None:
             self.schemas.start(*params.constraint)
         if params.stop_texts and self._decode is None:
@@ -190,8 +195,8 @@ class Engine:
         Returns:
             Outputs of the requests that got tokens or ended.
         Raises:
-            Exception: any exception of the model. All running requests then end with "error" and their pages are freed;
-                the next step reports this. Waiting requests go on.
+            Exception: any exception of the model. All running requests then end with "error", and their pages are
+                freed; the next call returns their outputs. Waiting requests are not affected.
         """
         if self._failed:
             failed, self._failed = self._failed, []
@@ -232,7 +237,7 @@ class Engine:
             self.controller.timed(len(work), time.perf_counter() - began, drafts)
 
     def _propose(self) -> int:
-        """Ask for drafts for the decoding sequences; return the number of drafts requested."""
+        """Ask for drafts for the decoding sequences; return the number of drafts requested per sequence."""
         assert self._proposer is not None and self.controller is not None, "asked for without speculation"
         decoding = [sequence for sequence in self.scheduler.running if sequence.is_decoding]
         count = self.controller.choose(len(self.scheduler.running)) if decoding else 0
@@ -278,7 +283,7 @@ class Engine:
         return len(rows)
 
     def _evict(self, sequences: Iterable[Sequence]) -> None:
-        """Evict pages of the sequences that have not ended."""
+        """Evict pages of those sequences that have not ended, where an eviction is due."""
         if self.eviction is not None:
             alive = (sequence for sequence in sequences if sequence.id in self._requests)
             oldest = next(iter(self._requests), -1)
@@ -295,7 +300,7 @@ class Engine:
         self._evict(step.sequences)
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
-        """Return the chosen tokens up to and including the first that differs from its draft."""
+        """Return the chosen tokens up to and including the first that differs from the draft at its position."""
         pairs = enumerate(zip(sequence.drafts, chosen, strict=False))
         accepted = next((number for number, (draft, token) in pairs if draft != token), len(sequence.drafts))
         if self.controller is not None:
@@ -306,7 +311,7 @@ class Engine:
     def _append(
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: list[TokenLogprob | None] | None = None
     ) -> StepOutput:
-        """Append tokens until one ends the request; return the output."""
+        """Append tokens until one of them ends the request; return the request's output of this step."""
         reason: FinishReason | None = None
         text, stopped, first, scored = "", False, len(sequence.ids), len(sequence.logprobs)
         for number, token in enumerate(tokens):
@@ -343,7 +348,7 @@ class Engine:
         return StepOutput(request_id=sequence.id, token_ids=added, text=text, logprobs=own)
 
     def _end(self, sequence: Sequence, reason: FinishReason, added: tuple[int, ...], text: str) -> StepOutput:
-        """Remove a request; its pages are free afterwards."""
+        """Remove a request, free its pages and return its last output."""
         sequence.deltas.append(text)
         self.scheduler.remove(sequence)
         self._requests.pop(sequence.id, None)
@@ -371,13 +376,18 @@ class Engine:
 
 
 def _last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
-    """Return the row numbers of the last `counts` rows of each chunk, among the rows of all chunks."""
+    """Return the indices of each chunk's last rows in the logits of all chunks.
+
+    Args:
+        chunks: chunks of the step.
+        counts: number of last rows of each chunk.
+    """
     ends = accumulate(chunk.num_logits for chunk in chunks)
     return [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
 
 
 def _chunk(sequence: Sequence, count: int) -> ScheduledChunk:
-    """Return the chunk of a sequence's next step, drafts last."""
+    """Return a sequence's chunk in the next step: `count` known tokens, then the drafts."""
     start, end = sequence.num_computed, sequence.num_computed + count
     num_logits = end - max(start, sequence.first_row)
     return ScheduledChunk(sequence, sequence.ids[start:end] + sequence.drafts, start, max(0, num_logits))

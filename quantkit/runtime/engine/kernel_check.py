@@ -4,15 +4,18 @@ Each kernel family runs on small random inputs in its own child process, so a cr
 Torch replaces a family that fails. Verdicts are stored per device, driver and versions.
 """
 
+import atexit
 import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,7 +34,6 @@ from quantkit.kernels.reference import experts
 from quantkit.kernels.reference.ops import gated
 from quantkit.kernels.types import AttentionOptions, ForwardBatch, HeadNorms, Linear
 from quantkit.machine.devices import entered
-from quantkit.native.build import cache_folder
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.kv_cache import LayerCache
@@ -43,14 +45,14 @@ from quantkit.safety.child_process import python
 from quantkit.safety.untrusted import read_object
 
 TOLERANCE = 0.03
-"""Largest accepted error, as a share of the largest output. Rounding to 16 bits causes less; a missing tile or page,
-more.
+"""Largest accepted error, as a share of the largest output. Rounding to 16 bits causes smaller errors; a missing tile
+or page causes larger ones.
 """
 
 WIDTH = 512
-"""Number of inputs of the tested products."""
+"""Number of input features of the tested linears."""
 
-_ROWS = (1, 20, 260)  # one for each way to multiply
+_ROWS = (1, 20, 260)  # numbers of tokens, one for each way to multiply
 _SECONDS = 60.0
 _CHILD = "from quantkit.runtime.engine.kernel_check import main; main()"
 _LOG = logging.getLogger(__name__)
@@ -75,7 +77,10 @@ class Verdict(NamedTuple):
 
 
 def check_kernels(device: torch.device) -> None:
-    """Check the kernels of a device and let torch replace families that fail; `QUANTKIT_TRITON=force` skips this."""
+    """Check the kernels of a device and let torch replace families that fail.
+
+    `QUANTKIT_TRITON=force` skips the check.
+    """
     if not gpu.is_used(device) or _is_forced():
         return
     verdicts = read_verdicts(device)
@@ -130,8 +135,22 @@ def verdict_file(device: torch.device) -> Path:
     return cache_folder() / f"kernel-checks-{hashlib.sha256(about).hexdigest()[:16]}.json"
 
 
+def cache_folder() -> Path:
+    """Return a folder that only this user can write: one in $XDG_CACHE_HOME/quantkit, or a temporary one."""
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "quantkit" / "kernel-checks"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if info.st_uid == os.getuid() and not info.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    fresh = Path(tempfile.mkdtemp(prefix="quantkit-"))
+    atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+    return fresh
+
+
 def read_verdicts(device: torch.device) -> dict[str, Verdict]:
-    """Return the stored verdicts, keyed by family; empty if a family is missing."""
+    """Return the stored verdicts, keyed by family; empty if there are none, or a family has none."""
     with contextlib.suppress(InputError, TypeError):
         verdicts = {key: Verdict(*entry) for key, entry in read_object(verdict_file(device), InputError).items()}
         return verdicts if verdicts.keys() == CASES.keys() else {}
@@ -160,9 +179,10 @@ def main() -> None:
 
 
 def error_of(case: Case, device: torch.device) -> float:
-    """Return the largest difference from plain torch on the host, relative to the largest value there.
+    """Run a case on the device, and in plain torch on the host; return the relative error.
 
-    It sets environment variables, so run it in a separate process.
+    The error is the largest difference, divided by the largest value of plain torch. This function sets environment
+    variables, so call it in a separate process.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     outputs = []
@@ -213,7 +233,9 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
-    """Return a function that builds the batch of tokens start..stop of every sequence, with shuffled pages.
+    """Return a function of `start` and `stop` that builds a batch of these tokens of every sequence.
+
+    The page numbers of the sequences are shuffled.
 
     Args:
         count: number of sequences.

@@ -1,9 +1,9 @@
 """Launch of a decode step before the host has read the tokens of the previous step.
 
 Without overlap, the host waits for tokens while the GPU computes, and the GPU waits while the host delivers them. So
-the engine launches the next step first: that step reads its input tokens on the device, and their cache slots do not
-depend on their values. If a sequence turns out to have ended, its extra token is dropped; the token's slot lies past
-the sequence's end and is never read.
+the engine launches the next step before it delivers tokens. That step reads its input tokens on the device, and their
+cache slots do not depend on which tokens they are. If a sequence turns out to have ended, its extra token is dropped;
+the token's slot lies past the sequence's end and is never read.
 
 A step cannot be launched in advance if the batch would change (a request waits, reaches its limit or was cancelled), if
 pages are short or about to be evicted, or if sampling needs the tokens on the host (penalties, log-probabilities,
@@ -27,7 +27,7 @@ class InFlightStep:
 
     Args:
         sequences: the sequences, one new token each.
-        tokens: (R,) int64, on any device.
+        tokens: new token of each sequence, (R,) int64 on any device.
     """
 
     def __init__(self, sequences: list[Sequence], tokens: Tensor) -> None:
@@ -74,12 +74,14 @@ class Overlap:
         return True
 
     def next(self, alive: Container[int]) -> InFlightStep | None:
-        """Launch the following step if possible, then return the step in flight, whose tokens the engine reads now.
+        """Return the step in flight, after launching the step that follows it if possible.
+
+        The engine then reads the tokens of the returned step.
 
         Args:
             alive: numbers of the unfinished requests.
         Returns:
-            None if no step is in flight, or all its requests have ended.
+            The step; None if no step is in flight, or all requests of the step have ended.
         """
         step, self._in_flight = self._in_flight, None
         if step is None or not any(sequence.id in alive for sequence in step.sequences):
@@ -92,7 +94,7 @@ class Overlap:
         self._in_flight = None
 
     def _follow(self, step: InFlightStep, alive: Container[int]) -> InFlightStep | None:
-        """Launch the step after one that has not been read; return None if that is impossible."""
+        """Launch the step after `step`, whose tokens have not been read; return None if that is impossible."""
         for sequence in step.sequences:
             # At the limit the token that has not been read is the last one, and the batch is about to change.
             if sequence.id not in alive or len(sequence.ids) + 1 >= sequence.limit:

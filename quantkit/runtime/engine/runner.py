@@ -1,11 +1,11 @@
 """Execution of scheduled steps: as a captured CUDA graph or one native call if possible, otherwise kernel by kernel.
 
-`decode_program` has the native call for CPUs; the rest here is about graphs. There is one graph per number of sequences
-and of pages, captured at first use. A decode step of a large model has several hundred kernels of a few microseconds
-each, more than the host can launch in time; a graph is a single launch. The host writes all inputs of a step into one
-buffer and copies it to a fixed device address, so captured launches stay valid. Batches are padded to the next size
-with empty sequences: kernels skip them, and their slots of -1 store nothing. Batches with prompts or drafts run kernel
-by kernel. `model` defines what a step computes.
+`decode_program` has the native call for CPUs; the rest here is about graphs. There is one graph for each pair of batch
+size and pages per sequence, captured at first use. A decode step of a large model has several hundred kernels of a few
+microseconds each, more than the host can launch in time; a graph is a single launch. The host writes all inputs of a
+step into one buffer and copies it to a fixed device address, so captured launches stay valid. Batches are padded to the
+next size with empty sequences: kernels skip them, and their slots of -1 store nothing. Batches with prompts or drafts
+run kernel by kernel. `model` defines what a step computes.
 """
 
 import os
@@ -37,11 +37,11 @@ class Runner:
     where possible; `QUANTKIT_DECODE_PROGRAM=0` disables this.
 
     Args:
-        model: to run.
+        model: model to run.
         cache: KV cache; None if the model keeps its own.
         config: settings of the engine.
         max_pages: maximum number of pages of one sequence.
-        max_length: maximum number of tokens of one sequence; None = as many as its pages hold.
+        max_length: maximum number of tokens of one sequence; None = as many as `max_pages` hold.
     """
 
     def __init__(
@@ -84,22 +84,24 @@ class Runner:
 
     @property
     def program_status(self) -> str | None:
-        """Describe for users whether decode steps run as one native call; None where that does not apply."""
+        """Describe for users whether decode steps run as one native call; None on a GPU or in transformers."""
         if self._program is not None:
             return "one native call"
         return None if self._no_program is None else f"layer by layer: {self._no_program}"
 
     @property
     def graph_status(self) -> str | None:
-        """Describe for users whether decode steps run as CUDA graphs; None where graphs do not apply."""
+        """Describe for users whether decode steps run as CUDA graphs; None on a CPU or in transformers."""
         if self._graphs is None:
             return None if self._no_graphs is None else f"no: {self._no_graphs}"
         return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Run every step layer by layer inside the block. Whoever replaces parts of the model needs this: graphs and
-        programs hold the parts that were there when they were recorded.
+        """Run every step layer by layer inside the block.
+
+        Use this while parts of the model are replaced: graphs and programs would still run the parts that they
+        recorded.
         """
         kept = self._graphs, self._program
         self._graphs = self._program = None
@@ -127,26 +129,26 @@ class Runner:
         return self.model.forward(batch, self.cache)
 
 
-# Fewest pages that a graph reads: short sequences would only make more graphs.
+# Smallest number of pages per sequence in a graph: smaller numbers would only add more graphs.
 _LEAST_PAGES = 16
-_ROWS = 5  # numbers of each sequence in a step's inputs
+_ROWS = 5  # how many int64 numbers a step's inputs hold for each sequence
 
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
-    """Return why the model's decode steps cannot be captured; None if they can.
+    """Return why the model's decode steps cannot be captured as CUDA graphs; None if they can.
 
     Args:
-        model: to run.
+        model: model to run.
         cache: KV cache.
         max_length: maximum number of tokens of one sequence.
     """
     if not cache.is_capturable:
-        return "attention of this KV cache is computed by torch, sequence by sequence"
+        return "torch computes attention over this KV cache, one sequence after another"
     reason = model.why_not_capturable(max_length)
     if reason is None and model.config.experts is not None and os.environ.get("QUANTKIT_CUDA_GRAPHS") != "experts":
-        return "mixtures of experts are not captured until a GPU has shown that it is right; see QUANTKIT_CUDA_GRAPHS"
+        return "graphs of mixtures of experts are not tested on a GPU yet; QUANTKIT_CUDA_GRAPHS=experts turns them on"
     return reason
 
 
@@ -154,13 +156,15 @@ class DecodeGraphs:
     """CUDA graphs of a model and its cache.
 
     Args:
-        model: to run.
+        model: model to run.
         cache: KV cache.
         builder: builder that holds the page table.
         max_sequences: maximum number of sequences in one batch.
         max_pages: maximum number of pages of one sequence.
-        max_length: maximum number of tokens of one sequence, including evicted ones; None = as many as its pages hold.
-        capture: returns a function that repeats a step; None = capture a CUDA graph.
+        max_length: maximum number of tokens of one sequence, including evicted ones; None = as many as `max_pages`
+            hold.
+        capture: takes a function that runs a step, and returns a function that repeats this step; None = capture a CUDA
+            graph.
     """
 
     def __init__(
@@ -179,7 +183,7 @@ class DecodeGraphs:
         self._max_length = max_length or max_pages * cache.page_size
         self._capture = capture or _CudaCapture(model.device)
         self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Tensor]]] = {}  # inputs, and what replays
-        # What Triton raises is no RuntimeError; either means only that decode steps go on without graphs.
+        # Triton's own errors are not RuntimeErrors. After an error of either kind, decode steps run without graphs.
         self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
         # Graphs keep the addresses of the rotary tables, which therefore must not grow once one is captured.
@@ -266,8 +270,12 @@ class _Inputs:
         )
 
     def _split(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of one block of memory: numbers per sequence (5, B) int64, starts (B + 1,) and page table (B, P)
-        int32."""
+        """Return views of one block of memory.
+
+        Returns:
+            Five numbers per sequence (5, B) int64, the start of each sequence's tokens (B + 1,) int32, and the page
+            table (B, columns) int32.
+        """
         count = self._sequences
         numbers = memory[: self._starts_at].view(torch.int64).view(_ROWS, -1)[:, :count]
         starts = memory[self._starts_at : self._table_at].view(torch.int32)[: count + 1]
@@ -305,10 +313,10 @@ class _Inputs:
 
 
 class _CudaCapture:
-    """Captures CUDA graphs that share one memory pool, since only one runs at a time.
+    """Captures CUDA graphs that share one memory pool, since only one graph runs at a time.
 
-    Warm-up and capture use a separate stream. Split kernels use per-stream counters (`gpu.splits`); a captured graph
-    needs counters that already exist and that nothing else uses.
+    Warm-up and capture use a separate stream. Split-K and split-KV kernels use counters of their stream (`gpu.splits`);
+    a captured graph needs counters that already exist and that nothing else uses.
 
     Args:
         device: device to capture on.
@@ -320,7 +328,10 @@ class _CudaCapture:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Capture a step, see `Capture`; run it twice first, to compile its kernels."""
+        """Capture a step as a CUDA graph and return a function that replays it.
+
+        The step runs twice before the capture, to compile its kernels.
+        """
         current = torch.cuda.current_stream(self._device)
         side = self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)

@@ -1,7 +1,8 @@
-"""Choice of each step's sequences and their numbers of tokens, without tensors or clock.
+"""Choice of the sequences in each step and of how many tokens each computes, without tensors or clock.
 
-Prefill and decode share a step, which has one token budget. Each decoding sequence takes one token plus its drafts; the
-rest goes to prompts in chunks, oldest first. No prompt gets the whole rest while others wait for their first token.
+Prefill and decode share a step, which has one token budget. Each decoding sequence takes one token plus its drafts. The
+rest of the budget goes to prompts in chunks, oldest first. No prompt gets the whole rest while other prompts wait for
+their first token.
 
 Memory: sequences start in order of arrival, so running ones are older than waiting ones. When pages run out, the
 scheduler preempts the youngest sequence and recomputes it later (the prefix cache keeps its full pages until they are
@@ -26,21 +27,21 @@ from quantkit.runtime.sequence import Sequence
 
 Work = list[tuple[Sequence, int]]
 
-_OVERTAKEN = 8  # up to this times max_sequences requests may be overtaken in search of some that need not wait
+_OVERTAKEN = 8  # at most this many times max_sequences requests are overtaken to find some that need not wait
 
 
 class Scheduler:
-    """Queues, and the choice of each step's work.
+    """Queues of waiting and running sequences, and the choice of each step's work.
 
     Args:
         pool: pool that provides pages.
         prefix: prefix cache, searched for the beginnings of prompts.
         config: limits of a step.
-        on_preempt: called with each sequence that lost its pages.
-        eviction: tells which pages sequences will lose; None = no KV budget.
+        on_preempt: called with each sequence that is preempted.
+        eviction: tells when sequences evict tokens and how many pages they need; None = no KV budget.
         fixed_chunks: True if results depend on where a prompt is split into steps. With a quantized cache they do: a
-            step reads only its own new tokens unrounded. Scored prompts are then split at fixed points, whatever the
-            batch.
+            step reads only its own new tokens unrounded. Scored prompts are then split at fixed points, whatever else
+            is in the batch.
     """
 
     def __init__(
@@ -76,11 +77,10 @@ class Scheduler:
             self._free(sequence)
 
     def reserve(self, lengths: Iterable[tuple[Sequence, int]]) -> bool:
-        """Get pages so that each running sequence can hold its number of tokens; return False and take none if too few
-        are free.
+        """Give each sequence the pages for a number of tokens; return False and take no page if too few are free.
 
         Args:
-            lengths: sequences and their numbers of tokens.
+            lengths: running sequences and their numbers of tokens.
         """
         asked = list(lengths)
         # Checked for all first: pages that some had already taken would lie idle when the step is not launched.
@@ -89,7 +89,7 @@ class Scheduler:
         return all(self._grow(*each) for each in asked)
 
     def schedule(self) -> Work:
-        """Return the next step: sequences and their numbers of new tokens, drafts included.
+        """Return the next step: its sequences and the number of new tokens of each, drafts included.
 
         This allocates their pages, admits waiting sequences, and preempts the youngest if pages run out.
         """
@@ -127,7 +127,7 @@ class Scheduler:
         return work, [s for s in prefills if s.row >= 0], spare + len(self.running) - len(work)
 
     def _cut_drafts(self, sequence: Sequence, spare: int) -> None:
-        """Drop the drafts that do not fit the token budget and the free pages. Drafts preempt no sequence."""
+        """Drop the drafts that do not fit the token budget and the free pages. Drafts never preempt a sequence."""
         # A draft after the next eviction would see tokens that are evicted before it.
         del sequence.drafts[max(0, min(spare, self.until_due(sequence) - 1)) :]
         if not self._grow(sequence, sequence.num_computed + 1 + len(sequence.drafts)):
@@ -173,12 +173,12 @@ class Scheduler:
         return admitted
 
     def _promised(self, sequence: Sequence) -> int:
-        """Return how many pages to reserve so that a sequence can finish its known tokens and go on."""
+        """Return how many pages a sequence needs to compute its known tokens and one new token."""
         needed = sequence.num_needed if self._eviction is None else self._eviction.promised(sequence)
         return self._config.pages_for(needed)
 
     def _grows(self, sequence: Sequence) -> bool:
-        """Whether the sequence will need more pages once its prompt is computed."""
+        """Whether the sequence generates tokens and may need more pages for them."""
         return sequence.draws and (self._eviction is None or self._eviction.grows(sequence))
 
     def until_due(self, sequence: Sequence) -> int:
@@ -191,7 +191,10 @@ class Scheduler:
         insort(self.running, sequence, key=attrgetter("id"))  # it may have been overtaken
 
     def _scored_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
-        """Return the keys of pages that a scoring request computes first and others may share; see `missing_keys`."""
+        """Return the keys of pages that a scoring request still computes and that later requests may share.
+
+        See `PrefixCache.missing_keys`; empty for requests that do not score.
+        """
         return [] if sequence.params.scoring is None else self._prefix.missing_keys(sequence, num_known)
 
     def _first_chunk(self, sequence: Sequence) -> int:
@@ -200,8 +203,7 @@ class Scheduler:
         return count if is_whole or sequence.params.scoring else min(count, self._page_size)
 
     def _next_chunk(self, sequence: Sequence) -> tuple[int, bool]:
-        """Return the number of tokens of a prompt to compute in its next step, and whether they must all be in one
-        step.
+        """Return how many tokens of a prompt its next step may compute, and whether the step must compute all of them.
 
         With `fixed_chunks`, a scored prompt is split at fixed points: at the last page boundary before the scored rows,
         at the first scored row, and after every `token_budget` tokens. Other sequences in the batch do not matter.
@@ -217,7 +219,7 @@ class Scheduler:
         return min(next(end for end in ends if end > done) - done, limit), True
 
     def _prefill(self, work: Work, prefills: list[Sequence], budget: int) -> None:
-        """Add a chunk for each sequence, as far as budget and pages allow."""
+        """Add a chunk of each prompt to the work, as far as budget and pages allow."""
         for sequence, (count, is_whole) in zip(prefills, self._shares(prefills, budget), strict=True):
             # Without a row it has just lost its pages to an older prompt of the same step.
             if count <= 0 or sequence.row < 0:
@@ -234,10 +236,10 @@ class Scheduler:
     def _shares(self, prefills: list[Sequence], budget: int) -> list[tuple[int, bool]]:
         """Return the number of tokens for each prompt, and whether the prompt needs all of them at once.
 
-        While others wait for their first token, a prompt gets at most half of the remaining budget (at least a page)
-        and stops at a page boundary. A second pass gives the rest to prompts from the oldest on, ignoring boundaries,
-        so no budget is wasted. If the first chunk cannot be split, it may exceed the budget, because it would otherwise
-        never fit.
+        While other prompts wait for their first token, a prompt gets at most half of the remaining budget (at least a
+        page) and stops at a page boundary. A second pass gives the rest to prompts from the oldest on, ignoring
+        boundaries, so no budget is wasted. If the first chunk cannot be split, it may exceed the budget, because it
+        would otherwise never fit.
         """
         chunks = [self._next_chunk(sequence) for sequence in prefills]
         size, left, shares = self._page_size, budget, list[int]()

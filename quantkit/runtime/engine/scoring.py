@@ -1,8 +1,8 @@
 """Scoring of given tokens: collection of scores from a step's logits, and grouping of texts that share a computation.
 
-Texts that differ only in their last token or in where scoring starts are computed once. Full pages of a common prefix
-are also computed once; see `scheduler`. With a quantized cache, scored tokens read earlier tokens from the cache, as in
-generation.
+Texts that differ only in their last token or in where scoring starts share one computation. Full pages of a common
+prefix are also computed only once; see `scheduler`. With a quantized cache, scored tokens read earlier tokens from the
+cache, as in generation.
 """
 
 from collections.abc import Iterable
@@ -22,18 +22,21 @@ from quantkit.runtime.types import PromptScores, PromptScoring, SamplingParams, 
 
 @dataclass(slots=True, eq=False)
 class ScoringInput:
-    """Tokens to compute once for all texts that consist of them and one more token.
+    """Tokens that are computed once for several texts: each text consists of these tokens and one more.
 
     Args:
-        ids: token ids.
-        texts: index and text of each of these texts.
+        ids: ids of the common tokens.
+        texts: the texts, each with its index in the list of all texts.
     """
 
     ids: tuple[int, ...]
     texts: list[tuple[int, ScoredText]] = field(default_factory=list)
 
     def params(self, chunk_size: int | None) -> SamplingParams:
-        """Return parameters that score from the earliest scored token on, and score each text's last token."""
+        """Return parameters of a request that scores all tokens from the first that any text scores.
+
+        The last token of each text is scored as a continuation.
+        """
         scoring = PromptScoring(
             # Less one: the last token of a text is not fed but scored as a continuation.
             num_tokens=max(text.num_scored for _, text in self.texts) - 1,
@@ -43,7 +46,7 @@ class ScoringInput:
         return SamplingParams(max_tokens=0, scoring=scoring)
 
     def split(self, scores: PromptScores) -> Iterable[tuple[int, PromptScores]]:
-        """Split the scores of the request into the index and scores of each text."""
+        """Split the scores of the request by text; yield the index and the scores of each text."""
         num_shared = len(scores.logprobs) - len(self.texts)
         for last, (number, text) in enumerate(self.texts, start=num_shared):
             index = [*range(num_shared - text.num_scored + 1, num_shared), last]
@@ -51,7 +54,9 @@ class ScoringInput:
 
 
 def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
-    """Return one input per distinct token list; inputs with a common prefix are adjacent.
+    """Return the inputs to compute: texts that differ only in their last token share one.
+
+    Inputs with a common prefix are adjacent.
 
     Raises:
         RequestError: a text has too few or too many tokens to score.
@@ -70,7 +75,7 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
 
 
 def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> PromptScores:
-    """Return empty scores for a prompt of this many tokens."""
+    """Return scores for a prompt of this many tokens, whose tensors are allocated but not filled yet."""
     count, top = scoring.num_tokens + len(scoring.continuations), min(scoring.top, vocab_size)
     return PromptScores(
         logprobs=torch.empty(count, dtype=torch.float32),
@@ -85,7 +90,7 @@ def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChu
 
     Args:
         logits: (R, V) float32, rows of the chunks in order.
-        chunks: the step's chunks and their sequences; those that request scores receive them.
+        chunks: the step's chunks and their sequences; sequences that request scores receive them.
     """
     rows: list[int] = []
     tokens: list[int] = []

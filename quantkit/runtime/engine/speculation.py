@@ -11,10 +11,10 @@ variation distance (Daliri et al. 2025, Coupling without Communication and Draft
 With a quantized KV cache the output may differ: tokens of one step see each other unquantized, so verifying several
 drafts in one step rounds differently from computing them one by one.
 
-`SpeculationController` uses measured step times to choose the number of drafts. Verifying k drafts costs nothing extra
-if a step is bound by reading weights, but does if it is bound by arithmetic: large batches, low-bit weights, CPUs. So
-the controller measures tokens and time of steps with and without drafts for each batch size, and uses the number of
-drafts (or 0) that gives the maximum number of tokens per second.
+`SpeculationController` uses measured step times to choose the number of drafts. Verifying k drafts takes no extra time
+while a step is bound by reading weights. It takes extra time once the step is bound by arithmetic: with large batches,
+low-bit weights, or on CPUs. So the controller measures tokens and time of steps with and without drafts for each batch
+size, and uses the number of drafts (or 0) that gives the maximum number of tokens per second.
 """
 
 from collections import defaultdict, deque
@@ -34,7 +34,7 @@ from quantkit.runtime.model.model import Model
 from quantkit.runtime.sampling import sample
 from quantkit.runtime.sequence import PageHolder, Sequence
 
-_MEMORY = 15  # the most recent steps of each kind, which count
+_MEMORY = 15  # how many of the most recent steps of each kind count
 _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision
 _PERIOD = 64  # steps after which the other choice is tried again, for as many steps as a decision needs
 
@@ -56,14 +56,14 @@ class SpeculationController:
         max_drafts: maximum number of drafts per sequence and step.
         force: always use `max_drafts` drafts, whatever they cost.
     Raises:
-        RequestError: `max_drafts` exceeds the number of tokens that the KV cache can take back.
+        RequestError: `max_drafts` is below 1, or exceeds the number of last tokens that the KV cache can discard.
     """
 
     def __init__(self, max_drafts: int = 4, *, force: bool = False) -> None:
         if not 1 <= max_drafts <= MAX_ROLLBACK:
             raise RequestError(
-                f"max_drafts is {max_drafts}; give 1 to {MAX_ROLLBACK}, the number of tokens that a KV cache can "
-                "discard"
+                f"max_drafts is {max_drafts}; give 1 to {MAX_ROLLBACK}, because the KV cache can discard at most "
+                f"{MAX_ROLLBACK} rejected drafts"
             )
         self.num_drafted = 0
         self.num_accepted = 0
@@ -125,7 +125,9 @@ class SpeculationController:
         return self._records.setdefault(num_sequences.bit_length(), _Record())
 
     def _best(self, record: _Record) -> tuple[float, int]:
-        """Return the gain of the best number of drafts (tokens per second relative to no drafts), and that number.
+        """Return the gain of the best number of drafts, and this number.
+
+        The gain is the number of tokens per second, relative to steps without drafts.
 
         If each draft is accepted with probability a, k drafts yield 1 + a + ... + a^k tokens; time grows linearly with
         k.
@@ -150,7 +152,7 @@ class Proposer(Protocol):
     """Proposes draft tokens for sequences."""
 
     def propose(self, sequences: Many[Sequence], count: int) -> None:
-        """Set `drafts` of each sequence to at most `count` tokens, never beyond its limit; may leave it empty."""
+        """Set `drafts` of each sequence to at most `count` tokens within the sequence's limit, or to none."""
 
     def forget(self, sequence_id: int) -> None:
         """Drop the state of a sequence; do nothing if the id is unknown."""
@@ -160,7 +162,7 @@ class Proposer(Protocol):
 
 
 def _useful(sequence: Sequence, count: int) -> int:
-    """Limit the number of drafts to what a sequence can use: the verified step always adds one more token."""
+    """Limit the number of drafts to what a sequence can use: the step that verifies them adds one more token."""
     return min(count, sequence.limit - len(sequence.ids) - 1)
 
 
@@ -172,8 +174,8 @@ def check_draft(vocab_size: int, target: int) -> None:
     """
     if vocab_size != target:
         raise RequestError(
-            f"the draft model has {vocab_size} tokens in its vocabulary, the model {target}; use a draft model with "
-            "the same vocabulary, such as a compressed copy of the model"
+            f"the draft model's vocabulary has {vocab_size} tokens, but the model's has {target}; use a draft model "
+            "with the same vocabulary, such as a compressed copy of the model"
         )
 
 
@@ -187,16 +189,17 @@ def check_states(target: bool, draft: bool) -> None:
     """
     if target or draft:
         raise RequestError(
-            f"the {'model' if target else 'draft model'} keeps a state, from which rejected drafts cannot be removed; "
-            f"{'leave speculate out' if target else 'speculate with another draft model'}"
+            f"the {'model' if target else 'draft model'} keeps a recurrent state, from which rejected drafts cannot be "
+            f"removed; {'leave speculate out' if target else 'use another draft model'}"
         )
 
 
 class NgramProposer:
-    """Searches the sequence for an earlier occurrence of its last tokens and proposes what followed (prompt lookup).
+    """Finds an earlier occurrence of a sequence's last tokens and proposes the tokens after it (prompt lookup).
 
     Args:
-        longest, shortest: lengths of the token runs to search for; the longest match wins, then the most recent.
+        longest, shortest: maximum and minimum number of last tokens to search for. The longest match is used; of
+            several matches of this length, the most recent.
     Source: Saxena 2023, Prompt Lookup Decoding.
     """
 
@@ -218,7 +221,10 @@ class NgramProposer:
 
 
 class _Ngrams:
-    """Last end position of each n-gram of a sequence; updated as the sequence grows, so no step searches all of it."""
+    """End position of the last occurrence of each n-gram of a sequence.
+
+    It is updated as the sequence grows, so that no step searches the whole sequence.
+    """
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -233,7 +239,10 @@ class _Ngrams:
         self._num_read = max(self._num_read, len(ids) - 1)
 
     def continuation(self, ids: list[int], sizes: range, count: int) -> list[int]:
-        """Return the `count` tokens after the last n-gram's earlier occurrence; repeat them if they are fewer."""
+        """Return the `count` tokens after an earlier occurrence of the sequence's last n-gram; empty if there is none.
+
+        If fewer tokens follow this occurrence, they are repeated.
+        """
         for size in sizes:
             end = self._ends.get(tuple(ids[-size:])) if size < len(ids) else None
             if end is not None:
@@ -244,13 +253,18 @@ class _Ngrams:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Shadow(PageHolder):
-    """The draft model's copy of a sequence: its own pages, and the drafts computed after the first `base` tokens."""
+    """The draft model's copy of a sequence, with pages of its own.
+
+    Args:
+        base: number of tokens of the sequence before the drafts.
+        fed: drafts that the draft model has computed after these tokens.
+    """
 
     base: int = 0
     fed: list[int] = field(default_factory=list)
 
     def sync(self, ids: list[int]) -> None:
-        """Keep the results for tokens that are still valid: all drafts before the first rejected one."""
+        """Keep only computed tokens that are part of the sequence: drop the first rejected draft and those after it."""
         right = self.base
         for token in self.fed:
             if right >= len(ids) or ids[right] != token:
@@ -269,7 +283,7 @@ class DraftModelProposer:
         cache: KV cache of the draft model.
         config: engine settings; the token budget also limits how many prompt tokens the draft model computes per step,
             so long prompts take several steps.
-        num_pages: pages in that cache.
+        num_pages: pages in the draft model's cache.
         vocab_size: vocabulary size of the target model.
     Raises:
         RequestError: the vocabularies differ.
@@ -302,7 +316,11 @@ class DraftModelProposer:
                     ready.append((sequence, shadow, ScheduledChunk(shadow, [token], shadow.num_computed, 1)))
 
     def _caught_up(self, sequences: Many[Sequence], count: int) -> list[tuple[Sequence, _Shadow, ScheduledChunk]]:
-        """Compute tokens that are new to the draft model; return the sequences that lack one chunk, and that chunk."""
+        """Return the sequences that the draft model can now continue, each with the chunk of tokens it has not read.
+
+        If a sequence has more unread tokens than the token budget allows, compute a part of them now and do not return
+        the sequence.
+        """
         ready, lagging, budget = [], [], self._config.token_budget
         for sequence in sequences:
             shadow = self._shadow(sequence, len(sequence.ids) + _useful(sequence, count))

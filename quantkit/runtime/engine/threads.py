@@ -1,8 +1,8 @@
 """Choice of the number of threads: measured, or as the user asks.
 
 Decoding is bound by memory bandwidth, which one or two threads may saturate. On a shared machine, every further thread
-can delay each barrier. So a short measurement tries several counts on typical products. An evaluation only scores
-prompts, so it measures large products only.
+can delay each barrier. So a short measurement tries several thread counts on typical products. An evaluation only
+scores prompts, so the measurement for it uses only a large product.
 """
 
 import functools
@@ -49,7 +49,9 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
     """
     if requested is not None:
         if requested < 1:
-            raise InputError(f"threads is {requested}; give a positive number, or leave it out to measure the best one")
+            raise InputError(
+                f"threads is {requested}; give a positive number, or leave threads out to measure the best number"
+            )
         if requested > MAX_THREADS:
             raise InputError(f"threads is {requested}, but this machine allows at most {MAX_THREADS}; give fewer")
         return ThreadChoice(requested if _has_pool else 1, "as requested")
@@ -77,7 +79,10 @@ def _forget_pool() -> None:
 
 
 def thread_limit() -> int:
-    """Return the threads this process may keep busy: the least of affinity, cgroup quota and OMP_NUM_THREADS."""
+    """Return how many threads this process may keep busy.
+
+    This is the least of the CPU affinity, the cgroup quota and OMP_NUM_THREADS; in a forked child it is 1.
+    """
     if not _has_pool:
         return 1
     limits = [available_cores()]
@@ -89,7 +94,7 @@ def thread_limit() -> int:
 
 
 def thread_counts(limit: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... and the limit itself."""
+    """Return the powers of two up to the limit, and the limit itself."""
     powers = [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
     return tuple(sorted({*powers, limit}))
 

@@ -1,1 +1,1 @@
-"""Loading a model directory into a decoder that runs: config, tensors, blocks, head."""
+"""Loading of a model directory as a decoder that is ready to run: config, tensors, blocks, head."""

@@ -22,8 +22,8 @@ class StoredCache:
 
     Args:
         schemes: scheme of each layer according to config.json; None = config.json has none.
-        scales: fixed scales of keys and values for each layer that has them.
-        note: why quantkit ignores these settings; empty if it follows them.
+        scales: fixed scales of keys and of values of each layer; None for a layer without.
+        note: why quantkit ignores settings or scales of the checkpoint; empty if it follows all of them.
     """
 
     schemes: tuple[KVScheme, ...] | None = None
@@ -35,7 +35,7 @@ class StoredCache:
 
         Args:
             name: `auto` follows the checkpoint. `fp8` uses the checkpoint's scales if every layer has them, otherwise
-                1.0. Other names ignore the checkpoint; None = unquantized, in the dtype of the computation.
+                scales of 1.0. Other names ignore the checkpoint; None = unquantized, in the dtype of the computation.
         Raises:
             SchemeError: the name is unknown.
         """
@@ -64,10 +64,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     except SchemeError as error:
         schemes, note = (
             None,
-            (
-                "quantkit does not follow the checkpoint's KV cache settings and keeps keys and values in 16 bits: "
-                f"{error}"
-            ),
+            f"quantkit ignores the checkpoint's KV cache settings and keeps keys and values unquantized: {error}",
         )
     # Scales stand in the attention module, beside its projections.
     attention = config.family.parts.output.rpartition(".")[0]
@@ -85,13 +82,16 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         # Scales that config.json announces must be right; for others a note is enough.
         if schemes is not None:
             raise
-        scales, note = (None,) * count, note or f"KV cache scales not announced in config.json are ignored: {error}"
+        scales, note = (
+            (None,) * count,
+            note or f"quantkit ignores KV cache scales of the checkpoint that config.json does not mention: {error}",
+        )
     for index, pair in enumerate(scales):
         is_announced = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
         # Layers with a window are never quantized and so need no scales.
         if is_announced and pair is None and config.windows[index] is None:
             raise CheckpointError(
-                f"{reader.path}: config.json promises fixed KV cache scales, but {names[index]}.k_scale and "
+                f"{reader.path}: config.json says that KV cache scales are stored, but {names[index]}.k_scale and "
                 "v_scale are missing; calibrate again, or choose another KV type with --kv-cache"
             )
     return StoredCache(schemes=schemes, scales=scales, note=note)
@@ -108,11 +108,14 @@ def follows_checkpoint(path: str | Path) -> bool:
 
 
 def cache_type(layouts: Sequence[Layout], asked: str) -> str:
-    """Return the short name of a cache's number type; if `auto` quantizes, the most common type of its keys.
+    """Return the short name of a cache's number type.
+
+    This is the name that the user gave. If it is `auto` and layers are quantized, it is the most common type of their
+    keys (of values, in a layer whose keys are unquantized).
 
     Args:
         layouts: layout of each layer.
-        asked: the name given by the user.
+        asked: the name that the user gave.
     """
     kept = [layout.scheme.key.dtype or layout.scheme.value.dtype for layout in layouts]
     names = Counter(dtype.name for dtype in kept if dtype is not None)

@@ -1,10 +1,11 @@
 """DeepSeek-V4's attention: a window of single tokens, plus entries that each represent several tokens.
 
 Each token has one vector, which is key and value of all heads. Attention outputs are rotated back by the query's angle,
-so that only distances matter. An entry is a sum of its tokens, weighted per channel by gates; a query sees it once all
-its tokens precede the query. Entries that represent few tokens overlap, and an indexer selects the entries that a query
-reads. Everything runs in torch, one sequence at a time. Shapes: T new tokens of all sequences, L of one, H hidden
-width, Hq heads, D channels of a head, R of them rotated (the last), r tokens of an entry, E entries.
+so that only distances matter. An entry is a sum of its tokens, weighted per channel by gates. A query sees an entry if
+none of the entry's tokens is newer than the query. In layers whose entries represent few tokens, entries overlap, and
+an indexer selects the entries that a query reads. Everything runs in torch, one sequence at a time. Shapes: T new
+tokens of all sequences, L new tokens of one sequence, H hidden width, Hq heads, D channels of a head (the last R of
+them are rotated), r tokens per entry, E entries.
 Source: DeepSeek-AI 2026, DeepSeek-V4; transformers `models/deepseek_v4/`.
 """
 
@@ -36,14 +37,15 @@ _QUERIES = 128  # number of queries of a sequence whose scores are in memory at 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Compressor:
-    """Computes entries.
+    """Computes the entries of a layer, or the keys of its indexer.
 
     Args:
         bias: (r, S D) float32, bias of the gates for each position of a token in its entry; S is 2 if entries overlap,
             otherwise 1.
         norm: norm of an entry.
-        width: D.
-        rope: rotary embedding of entries; the position of an entry is that of its first own token.
+        width: number of channels D of an entry.
+        rope: rotary embedding of entries. Entry i has the position of token i * r, its first token that is not also in
+            the entry before.
     """
 
     bias: Tensor
@@ -56,9 +58,9 @@ class Compressor:
 
         Args:
             tokens: (n, 2 S D) values and gates of the tokens from position `start` on.
-            first, last: numbers of the entries to compute, `last` excluded.
+            first, last: index of the first entry to compute, and of the first entry after those.
         Returns:
-            (last - first, D).
+            Entries (last - first, D).
         """
         rate, overlaps = len(self.bias), self.bias.shape[1] > self.width
         begin = (first - overlaps) * rate
@@ -79,10 +81,10 @@ class Indexer:
     """Selects the entries that a query reads.
 
     Args:
-        query: (T, rank) -> (T, heads D), the indexer's own queries.
-        weight: (T, H) -> (T, heads), the weight of each head.
-        num_heads: number of heads.
-        top_k: number of entries that a query reads.
+        query: linear (T, rank) -> (T, heads D) that computes the indexer's queries.
+        weight: linear (T, H) -> (T, heads) that computes the weight of each head.
+        num_heads: number of heads of the indexer.
+        top_k: maximum number of entries that a query reads.
     """
 
     query: Linear
@@ -91,12 +93,27 @@ class Indexer:
     top_k: int
 
     def scored(self, x: Tensor, narrow: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Return queries (T, heads, D) and weights (T, heads) for inputs (T, H) and low-rank queries (T, rank)."""
+        """Return the indexer's queries (T, heads, D) and weights (T, heads).
+
+        Args:
+            x: (T, H), input of the layer.
+            narrow: (T, rank), low-rank queries.
+            angles: cosine and sine of the new tokens.
+        """
         query = turned(self.query(narrow).view(len(x), self.num_heads, -1), angles)
         return query, self.weight(x).float() * self.num_heads**-0.5
 
     def pick(self, query: Tensor, weight: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        """Return (L, E), true where a query reads an entry, for one sequence with keys (E, D)."""
+        """Select the entries that the new tokens of one sequence read.
+
+        Args:
+            query: (L, heads, D), the indexer's queries.
+            weight: (L, heads), weights of the heads.
+            keys: (E, D), the indexer's key of each entry.
+            seen: (L, E), true where an entry is complete for a query.
+        Returns:
+            (L, E), true where a query reads an entry.
+        """
         if keys.shape[0] <= self.top_k:
             return seen
         single, scale = keys.float().T, query.shape[-1] ** -0.5
@@ -113,15 +130,16 @@ class CompressedAttention:
     Args:
         layer: layer number in the cache.
         shape: shape of the layer's cache.
-        qkv: (T, H) -> low-rank queries (rank) and the key (D).
-        query_norm, query_up: map low-rank queries to (T, Hq D).
+        qkv: linear (T, H) -> (T, rank + D) that computes low-rank queries and the key.
+        query_norm, query_up: norm and linear that map low-rank queries to queries (T, Hq D).
         key_norm: norm of the key.
-        grouped: (g, outputs of a group, Hq D / g), the first output projection.
+        grouped: (g, outputs of a group, Hq D / g), weight of the first output projection, which has g groups.
         output: the second output projection.
         options: scale, window and sinks.
         eps: epsilon of each query's norm, which has no weight.
-        past: (T, H) -> inputs of the entries, first the layer's, then the indexer's; None = there are no entries.
-        compressors: compute the entries of the layer, then of the indexer.
+        past: linear that computes the inputs of the entries, then those of the indexer's keys, from (T, H); None =
+            there are no entries.
+        compressors: compute the layer's entries, then the indexer's keys.
         indexer: selects entries; None = queries read all entries.
     """
 
@@ -168,7 +186,11 @@ class CompressedAttention:
         return self.output(torch.bmm(out.transpose(0, 1), self.grouped.mT).transpose(0, 1).reshape(len(x), -1))
 
     def _entries(self, pool: EntryPool, row: Tensor, pages: Tensor, span: Span, fresh: Tensor) -> list[Tensor]:
-        """Return all entries (E, D) of a sequence, including newly completed ones, then the keys of the indexer."""
+        """Return all entries of a sequence, including newly completed ones.
+
+        Returns:
+            Entries (E, D), then the indexer's keys (E, D) if there is an indexer.
+        """
         length = span.cached + len(fresh)
         before = pool.past(row, span.cached).to(fresh.dtype)
         tokens, first, last = torch.cat([before, fresh]), span.cached // self.shape.ratio, length // self.shape.ratio
@@ -187,10 +209,10 @@ class CompressedAttention:
 
         Args:
             query: (L, Hq, D).
-            keys: (N, D); the last L belong to the queries' own tokens.
-            entries: (E, D), then the indexer's keys, if the layer has them.
-            own: the indexer's queries and weights of the L tokens.
-            cached: number of tokens before these L.
+            keys: (N, D), uncompressed keys; the last L belong to the queries' own tokens.
+            entries: the layer's entries (E, D), then the indexer's keys (E, D) if there is an indexer; may be empty.
+            own: the indexer's queries and weights of the L new tokens; None = there is no indexer.
+            cached: number of tokens before the L new tokens.
         Returns:
             (L, Hq, D).
         """

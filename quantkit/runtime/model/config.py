@@ -1,4 +1,4 @@
-"""Config of one model: its description and every constant of its forward pass, checked, with defaults filled in.
+"""Config of one model: the model's description and all constants of its forward pass, checked, with defaults filled in.
 
 This module reads plain JSON as written by transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`),
 without importing transformers. `models.description` derives the tensors from the config.
@@ -30,11 +30,12 @@ class ModelConfig(ModelDescription):
 
     Args:
         ropes: rotary embedding of each layer; None = no positions.
-        norm_eps, norm_offset: epsilon and weight offset of all norms.
+        norm_eps, norm_offset: epsilon of all norms, and the number to add to their weights.
         activation: activation of the MLP.
         attention_scale: factor on query times key.
-        attention_softcap, logits_softcap: c of c * tanh(x / c).
-        clip: bound on the absolute value of queries, keys and values.
+        attention_softcap, logits_softcap: c in the cap c * tanh(x / c) on attention scores, and on logits; None = no
+            cap.
+        clip: bound on the absolute value of queries, keys and values; None = no bound.
         embedding_scale, residual_scale, logits_scale: factors on the embeddings, on additions to the residual stream,
             and on the logits.
         max_length: the maximum number of tokens per sequence that the model supports.
@@ -122,5 +123,5 @@ def _read_ropes(
 
 
 def _max_length(ropes: Iterable[RopeConfig | None], length: int) -> int:
-    """Return the maximum number of tokens per sequence: config.json's value, but dynamic scaling extends it."""
+    """Return the maximum number of tokens per sequence: config.json's value times the factor of dynamic scaling."""
     return int(length * max((rope.factor for rope in ropes if rope and rope.kind == "dynamic"), default=1.0))

@@ -1,7 +1,7 @@
-"""Tensors that a model must have, and checks of a checkpoint's tensors and size against them; reads only headers.
+"""Tensors that a model must have, and checks whether a checkpoint has them and fits in memory; reads only headers.
 
-The decoder checks the tensor shapes of quantized linears, which depend on the scheme. This module checks only their
-numbers of rows and columns, as far as headers and `weight_shape` give them.
+How a quantized linear is stored depends on its scheme, so `Format.decode` checks the shapes of its tensors. This module
+checks only the shape that the dequantized weight will have, if headers or `weight_shape` state it.
 """
 
 import math
@@ -88,13 +88,16 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
         # A tensor that no part of the model uses would silently make the output wrong.
         if name not in known and not _IGNORED.fullmatch(name) and not name.startswith(model.family.unread):
             raise CheckpointError(
-                f"{reader.path}: the model that config.json describes has no tensor {name} {reader.info(name).shape}; "
-                "config.json and weights belong to different models"
+                f"{reader.path}: the model that config.json describes has no tensor {name}, but the weights have one "
+                f"of shape {reader.info(name).shape}; config.json and weights belong to different models"
             )
 
 
 def _further_layers(model: ModelDescription) -> tuple[str, ...]:
-    """Return the layers that only predict further tokens, for training or as drafts; the model does not need them."""
+    """Return the name prefixes of layers that only predict further tokens, for training or as drafts.
+
+    The model runs without these layers.
+    """
     count = model.entries.count("num_nextn_predict_layers", default=0, at_least=0)
     first = model.num_layers
     layers = [f"{model.family.layers}.{number}." for number in range(first, first + count)]
@@ -102,13 +105,21 @@ def _further_layers(model: ModelDescription) -> tuple[str, ...]:
 
 
 def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
-    """Return the scheme of a linear with these tensors; None if it is stored unquantized."""
+    """Return the scheme of a linear; None if the linear is stored unquantized.
+
+    Args:
+        name: full module name of the linear.
+        local: names of the linear's stored tensors, relative to the module.
+        scheme: scheme of the checkpoint's quantized linears; None = there are none.
+    """
     # A scheme may match more linears than are quantized; the stored tensors decide.
     return scheme.find(name) if scheme is not None and set(local) - {"weight", "bias"} else None
 
 
 def local_names(reader: CheckpointReader, others: Collection[str] = ()) -> dict[str, set[str]]:
-    """Return the names of each module's tensors, relative to the module and keyed by its name, without unused buffers.
+    """Return the names of each module's tensors, without unused buffers.
+
+    Keys are module names; the names of tensors are relative to their module.
 
     Args:
         reader: reader of the checkpoint.
@@ -132,7 +143,7 @@ def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]
 
 
 def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
-    """Check that the weights fit in memory, with the largest tensor counted twice, before reading any.
+    """Check before reading any weight that all of them fit in memory; the largest tensor counts twice.
 
     Args:
         reader: reader of the checkpoint.

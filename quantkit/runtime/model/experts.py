@@ -1,7 +1,6 @@
 """Mixture of experts in place of the MLP: a router chooses k experts per token and sums their weighted outputs.
 
-`reference.experts` defines the computation. Shapes: T tokens, H hidden width, E experts, k of
-them for each token.
+`reference.experts` defines the computation. Shapes: T tokens, H hidden width, E experts, k experts chosen per token.
 Source: Shazeer et al. 2017, Outrageously Large Neural Networks; Jiang et al. 2024 (Mixtral); Yang et al. 2024 (Qwen2).
 """
 
@@ -22,9 +21,9 @@ class Mixture:
     """Experts of one layer.
 
     Args:
-        router: (T, H) -> (T, E).
+        router: linear (T, H) -> (T, E) that computes the scores of the experts.
         experts: one MLP per expert, or all experts as one module.
-        choose: maps (T, E) scores to weights and numbers of the chosen experts, such as `route`.
+        choose: function such as `route` that maps scores (T, E) to weights and indices of the chosen experts.
         shared: an MLP applied to every token, or None.
         shared_gate: linear (T, H) -> (T, 1). The sigmoid of its output is the factor on the output of `shared`.
             None = no factor.
@@ -41,7 +40,7 @@ class Mixture:
 
     @property
     def linears(self) -> tuple[LinearFacts, ...]:
-        """The linears of each expert, two per expert; the shared expert's are not included."""
+        """The linears of the experts, two per expert, without those of the shared expert."""
         if isinstance(self.experts, tuple):
             return tuple(linear for expert in self.experts for linear in (expert.up, expert.down))
         return self.experts.linears

@@ -1,13 +1,13 @@
 """Run any causal language model of transformers through the runtime's `Model` interface: slower, and not paged.
 
 Each sequence has its own cache, which transformers fills. Sequences are computed one after another. If a sequence
-continues at an earlier position than its cache (after rejected drafts), the cache is cropped, or computed again if this
-kind of cache cannot be cropped. Code that comes with a checkpoint is never run.
+continues before the end of its cache (after rejected drafts), the cache is cropped, or computed again if this kind of
+cache cannot be cropped. Code that comes with a checkpoint is never run.
 
 `Steps` describes how a model continues a sequence: with which cache, and with or without explicit positions. No
 attribute of a model tells this: some models keep only keys and values, some have their own cache class, some count
-positions from zero in every step. `find_steps` therefore tries each way on a few tokens and takes the first whose
-logits equal those of a single pass over all tokens.
+positions from zero in every step. `find_steps` therefore tries each way on a few tokens and takes the first way whose
+logits equal those of a single pass over all tokens, up to rounding.
 """
 
 import inspect
@@ -66,7 +66,7 @@ class Steps:
             cache: the sequence's cache; None at its beginning.
             keep: (R,) indices of the tokens whose logits to return.
         Returns:
-            logits (R, V), and the cache with these tokens.
+            Logits (R, V), and the cache that also holds these tokens.
         """
         options: dict[str, Any] = {"logits_to_keep": keep} if self.keeps_rows and len(keep) else {}
         if self.positions:
@@ -89,7 +89,9 @@ class Steps:
 
 @torch.inference_mode()
 def find_steps(model: Any) -> Steps:
-    """Return the first way whose logits equal those of a single pass; if there is none, the way without a cache.
+    """Return the first way of continuing a sequence whose logits equal those of a single pass.
+
+    If no way with a cache does, return the way without a cache.
 
     Args:
         model: a loaded transformers model in evaluation mode.
@@ -113,8 +115,9 @@ def find_steps(model: Any) -> Steps:
 
 
 def _error(steps: Steps, model: Any, tokens: Tensor, whole: Tensor) -> float:
-    """Return the relative error of logits computed in two steps; if the cache can be cropped, the second step runs
-    twice.
+    """Return the relative error of logits that are computed in two steps.
+
+    If the cache can be cropped, the second step first computes other tokens, which are then cropped.
     """
     first = len(tokens) - 2
     keep = torch.arange(2, device=tokens.device)
@@ -176,7 +179,7 @@ class TransformersModel(Model):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
-        """See `Model`; no KV cache is used."""
+        """See `Model`; `cache` is not used."""
         logit_rows, rows = batch.logit_rows.tolist(), []
         start = 0
         for sequence_id, count, context in zip(
@@ -264,7 +267,9 @@ def load_with_transformers(
 
 
 def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
-    """Raise on problems that transformers tolerates: missing tensors, which it initialises randomly, and unused ones.
+    """Refuse tensors that are missing, have the wrong shape or are unused.
+
+    transformers tolerates them, and initialises missing tensors randomly.
 
     Tensors that transformers declares ignorable (e.g. speculation layers) do not appear in the report.
     """
@@ -287,6 +292,9 @@ def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
 
 
 def _is_buffer(reader: CheckpointReader, name: str) -> bool:
-    """Whether a tensor is a buffer that the model computes itself; a one-dimensional bias of that name is a weight."""
+    """Whether a tensor is a buffer that the model computes itself.
+
+    A buffer may be named `bias`, but a one-dimensional tensor of this name is a weight.
+    """
     is_bias = name.endswith(".bias") and (name not in reader or len(reader.info(name).shape) == 1)
     return _BUFFERS.fullmatch(name) is not None and not is_bias

@@ -2,7 +2,7 @@
 
 Each head has two matrices that map the low-rank vector to its key and value. Instead of computing keys and values, this
 module applies the key matrix to the query, and the value matrix to the attention-weighted sum of low-rank vectors
-("absorption"). The cache thus sees a single head of keys, part of whose channels are also its values. Shapes: T new
+("absorption"). The cache thus sees a single head of keys, and some channels of a key are also the value. Shapes: T new
 tokens, H hidden width, Hq heads, R rotated and P plain channels of a query, C channels of the low-rank vector, V
 channels of a head's value.
 Source: DeepSeek-AI 2024, DeepSeek-V2.
@@ -26,13 +26,14 @@ class LatentAttention:
 
     Args:
         layer: layer number in the cache.
-        qkv: (T, H) -> queries (Hq (P + R)) or low-rank queries, then C and R channels of the key.
-        query_norm, query_up: map low-rank queries to queries; None = `qkv` gives queries.
+        qkv: linear that computes queries (T, Hq (P + R)) or low-rank queries, then the low-rank vector (T, C) and the
+            rotated channels of the key (T, R), from (T, H).
+        query_norm, query_up: norm and linear that map low-rank queries to queries; None = `qkv` computes queries.
         latent_norm: norm of the low-rank vector.
-        key_up: (Hq, P, C).
-        value_up: (Hq, C, V).
-        output: (T, Hq V) -> (T, H).
-        sizes: sizes of all these.
+        key_up: (Hq, P, C), each head's matrix from the low-rank vector to the plain channels of the key.
+        value_up: (Hq, C, V), each head's matrix from the low-rank vector to the value.
+        output: output projection, (T, Hq V) -> (T, H).
+        sizes: sizes of these tensors.
         options: further options of the attention kernel.
         growth: see `Attention`.
     """

@@ -1,6 +1,6 @@
 """The parts of a decoder block, ready to run: all choices from config.json are made at load.
 
-They are plain callables over `kernels.ops`, not `nn.Module`s, without autograd. `loader` builds them. Shapes: T new
+They are plain callables over `kernels.ops`, not `nn.Module`s, without autograd. `weights` builds them. Shapes: T new
 tokens, H hidden width, Hq and Hkv heads of queries and keys, D channels of a head.
 """
 
@@ -32,8 +32,8 @@ class RMSNorm:
     Args:
         weight: (H,).
         eps, offset: see `ops.rms_norm`.
-        quantization: quantization of the output, if all its readers use the same one; they then receive
-            `QuantizedActivations`.
+        quantization: quantization of the output if all linears that read it use the same one; the first output is then
+            `QuantizedActivations`. None = the output is not quantized.
     """
 
     weight: Tensor
@@ -71,11 +71,11 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | None:
-    """Return the norm, or a variant that also quantizes its output for its readers in the same launch.
+    """Return the norm, or a variant that quantizes its output in the same launch if all readers quantize it alike.
 
     Args:
-        norm: the norm; None = none.
-        readers: all linears that read its output.
+        norm: the norm; None = no norm.
+        readers: all linears that read the norm's output.
     """
     quantization = _common_quantization(readers)
     return replace(norm, quantization=quantization) if isinstance(norm, RMSNorm) and quantization is not None else norm
@@ -112,15 +112,16 @@ class Attention:
 
     Args:
         layer: layer number in the cache.
-        qkv: (T, H) -> (T, (Hq + 2 Hkv) D): first all queries, then gates if any, then all keys, then all values.
-        output: (T, Hq D) -> (T, H).
+        qkv: linear (T, H) -> (T, (Hq + 2 Hkv) D), or (T, 2 (Hq + Hkv) D) with gates. Its outputs are all queries, then
+            gates if any, then all keys, then all values.
+        output: linear (T, Hq D) -> (T, H).
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
         options: further options of the attention kernel, including the norms that it can apply.
-        norms: norms of queries and keys that the kernel cannot apply.
+        norms: norms of queries and keys that the kernel cannot apply; None = there are none.
         norm_flat: whether these norms span all heads of a token.
         norm_last: whether these norms follow the rotation.
-        clip: bound on the absolute value of queries, keys and values after the norms that precede the rotation; None =
-            no bound.
+        clip: bound on the absolute value of queries, keys and values, after norms over all heads and before norms of
+            single heads; None = no bound.
         growth: maps positions (T,) to factors (T,) on the queries; None = no factor.
         is_gated: whether each head's output is multiplied by the sigmoid of its gate.
     """
@@ -148,7 +149,7 @@ class Attention:
         """Attend.
 
         Args:
-            x: (T, H); `QuantizedActivations` only where `qkv` takes them.
+            x: (T, H); may be `QuantizedActivations` only if `qkv` accepts them.
             batch: this step.
             cache: KV cache, read and written.
             angles: cosine and sine (T, R/2) of the new tokens; None = no positions.
@@ -175,7 +176,10 @@ class Attention:
 
 
 def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
-    """Return the norms that the attention kernel can apply before the rotation; None if it cannot apply these."""
+    """Return both norms in the form in which the attention kernel applies them before the rotation.
+
+    Return None if the kernel cannot apply them.
+    """
     if not isinstance(query, RMSNorm) or not isinstance(key, RMSNorm):
         return None
     if (query.eps, query.offset) != (key.eps, key.offset) or query.weight.dim() != 1 or key.weight.dim() != 1:
@@ -184,7 +188,10 @@ def kernel_norms(query: Norm, key: Norm) -> HeadNorms | None:
 
 
 def query_rows(parts: Parts, num_heads: int, head_dim: int) -> Tensor | None:
-    """Return the rows (N,) of the first projection in `Attention`'s order; None if they are stored in that order."""
+    """Return indices (N,) that put the rows of the first projection in the order that `Attention` needs.
+
+    Return None if the rows are stored in that order.
+    """
     if parts.qkv_blocks:  # queries, values, keys
         blocks = torch.arange(3 * num_heads * head_dim).view(parts.qkv_blocks, 3, -1)
         return blocks[:, [0, 2, 1]].transpose(0, 1).reshape(-1)
@@ -199,8 +206,8 @@ class MLP:
     """Feed-forward layer.
 
     Args:
-        up: (T, H) -> (T, 2 I) gate and up, or (T, I) without a gate.
-        down: (T, I) -> (T, H).
+        up: linear (T, H) -> (T, 2 I) that computes gate and up, or (T, H) -> (T, I) without a gate.
+        down: linear (T, I) -> (T, H).
         activation: name of the activation.
         gated: whether there is a gate.
         curve: an activation with parameters, used instead of the named one.

@@ -1,4 +1,4 @@
-"""Loading a model directory for running: everything is checked before the first weight is read.
+"""Loading of a model to run it: config, tensor shapes and memory are checked before the first weight is read.
 
 Weights are converted layer by layer, so memory never holds two copies of the model.
 """
@@ -55,15 +55,16 @@ def load_model(
 
     Args:
         path: directory with config.json and safetensors, or a GGUF file.
-        dtype: dtype of the computation: float32, bfloat16, float16 (short: fp32, bf16, fp16), or auto: the checkpoint's
-            dtype if the device is fast in it.
+        dtype: dtype of the computation: float32, bfloat16 or float16 (short: fp32, bf16, fp16). auto = the checkpoint's
+            dtype, except on a CPU that is slow in it.
         device: target device.
         head_dtype: int8 or int4 quantizes the output head at load; None leaves it unchanged.
-        backend: native; transformers, for any causal language model; auto prefers native.
+        backend: native = quantkit's own layers; transformers = any causal language model of transformers; auto = native
+            if quantkit's layers support the model, otherwise transformers.
     Raises:
         ModelError, CheckpointError: the directory holds no model, or an inconsistent one.
         ResourceError: the model does not fit in memory.
-        InputError: the dtype or backend is unknown.
+        InputError: the dtype, the backend or `head_dtype` is unknown, or the model cannot have this `head_dtype`.
     """
     reader = CheckpointReader(Path(path))
     device = torch.device(device)
@@ -80,19 +81,25 @@ def load_model(
             if backend == "native":
                 raise
     if is_gguf(reader.path):
-        raise ModelError(f"{reader.path}: only the native backend runs GGUF files; run convert --to dense first")
+        raise ModelError(
+            f"{reader.path}: quantkit does not run GGUF files through transformers; run `quantkit convert --to dense` "
+            "first"
+        )
     # Imported late: native models do not need transformers.
     from quantkit.runtime.model.hf_model import load_with_transformers
 
     if head_dtype is not None:
-        raise InputError(f"head_dtype {head_dtype!r} works only with models that run natively; leave it out")
+        raise InputError(
+            f"head_dtype is {head_dtype!r}, but transformers runs this model and keeps its head unchanged; leave "
+            "head_dtype out"
+        )
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
         notes = (
             *notes,
             (
-                "the checkpoint asks for a quantized KV cache, which only native models support; keys and values stay "
-                "unquantized"
+                "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and "
+                "values unquantized"
             ),
         )
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
@@ -113,7 +120,7 @@ def load_native(
         config: config of the model.
         dtype, device, head_dtype: see `load_model`.
     Raises:
-        NotNative: the runtime cannot decode the format of its linears.
+        NotNative: the runtime cannot decode the format of the quantized linears.
         CheckpointError, ResourceError: see `load_model`.
     """
     reader = ModelReader.of(reader, config.family)
@@ -164,10 +171,11 @@ def build_parts(weights: Weights) -> dict[str, Any]:
 
 
 def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, Scheme | None]:
-    """Return config, format and scheme of a checkpoint that runs natively.
+    """Return config, format and scheme of a checkpoint that quantkit's own layers can run.
 
     Raises:
-        ModelError: the checkpoint does not run natively, or is not a model.
+        NotNative: quantkit's own layers do not support the model or its format.
+        ModelError: the checkpoint is not a model.
     """
     return (read_model_config(reader), *find_format(reader))
 
@@ -176,19 +184,22 @@ def read_model_config(reader: CheckpointReader) -> ModelConfig:
     """Read the config of the checkpoint's model, or of its language model.
 
     Raises:
-        ModelError: the model does not run natively, or the checkpoint is not a model.
+        NotNative: quantkit's own layers do not support the model.
+        ModelError: the checkpoint is not a model.
     """
     family, config = find_language_model(reader.config)
     if config is not reader.config and f"{family.embedding}.weight" not in reader:
-        raise NotNative(f"{reader.config['architectures'][0]} whose tensors are not named {family.backbone}.*")
+        raise NotNative(
+            f"a checkpoint of {reader.config['architectures'][0]} whose tensors are not named {family.backbone}.*"
+        )
     return read_config(config, family)
 
 
 def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]:
-    """Return format and scheme of a checkpoint's quantized linears; (None, None) if it has none.
+    """Return format and scheme of a checkpoint's quantized linears; (None, None) if no linear is quantized.
 
     Raises:
-        ModelError: the runtime cannot decode their format.
+        NotNative: the runtime cannot decode the format.
     """
     try:
         format_, scheme = recognise(reader.config, "config.json") or (None, None)
@@ -220,7 +231,7 @@ def pick_dtype(
     if device.type != "cpu" or stored in (torch.float32, fast):
         return stored, ()
     old, new = (dtype_name(item) for item in (stored, fast))
-    return fast, (f"computed in {new}, because this CPU is slow in the checkpoint's {old}; dtype='float32' is exact",)
+    return fast, (f"computed in {new}, because this CPU is slow in the checkpoint's {old}; set dtype to change this",)
 
 
 def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
@@ -235,7 +246,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     value = ConfigReader(reader.config).get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of them")
+        raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of token ids")
     return tuple(ids)
 
 
@@ -280,7 +291,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
 
 
 def head_scheme(dtype: str, width: int) -> WeightScheme:
-    """Return the scheme of a quantized head (N, K) for K = `width`."""
+    """Return the scheme of a quantized output head that has `width` input features."""
     # The widest group that divides the width has the fewest scales; if none does, each output has a single scale.
     group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
     return WeightScheme(dtype=find_dtype(dtype), group_size=group)

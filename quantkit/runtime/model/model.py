@@ -34,7 +34,8 @@ class Model(ABC):
         vocab_size, max_length: number of logits per row, and the maximum number of tokens per sequence that the model
             supports.
         eos_ids: tokens that end a sequence.
-        stored_bytes: bytes of the weights that one decode step reads; num_bytes: bytes of all weights.
+        stored_bytes: bytes of the weights that one decode step reads.
+        num_bytes: bytes of all weights.
         dtype: dtype of the computation.
         device: device of the model.
         notes: decisions at load that users should know.
@@ -54,7 +55,7 @@ class Model(ABC):
     notes: tuple[str, ...]
 
     def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
-        """Return the layout of each layer's keys and values, or state; empty if the model keeps them itself.
+        """Return the layout of each layer's keys and values, or of its state; empty if the model keeps them itself.
 
         Args:
             kv_cache: short name of the number type, see `StoredCache.choose`; None = unquantized.
@@ -86,7 +87,7 @@ class NativeModel(Model):
         streams: splits and joins several residual streams; None = the model has one stream.
         ropes: rotary embeddings that the blocks refer to by index.
         final_norm: norm before the head.
-        head: (R, H) -> (R, V).
+        head: output head, (R, H) -> (R, V).
         stored_cache: KV cache settings of the checkpoint.
     Attributes:
         tables: angles of each rotary embedding.
@@ -136,22 +137,22 @@ class NativeModel(Model):
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def reserve(self, length: int) -> None:
-        """Compute tables for positions up to this length now, so that their memory addresses stay fixed."""
+        """Compute the angle tables of all positions below `length` now, so that their addresses stay fixed."""
         for table in self.tables:
             table.reserve(length)
 
     def why_not_capturable(self, max_length: int) -> str | None:
-        """Return why a step cannot be captured as a CUDA graph (it uses values on the host); None if it can.
+        """Return why a decode step cannot be captured as a CUDA graph; None if it can.
 
         Args:
             max_length: maximum number of tokens of one sequence.
         """
         if self.is_recurrent:
-            return "the recurrent layers run in plain torch, launch by launch"
+            return "the recurrent layers run in plain torch"
         if any(not getattr(block.mlp, "is_capturable", False) for block in self.blocks):
             return "the host must know which experts are chosen"
         if any((table.rope.turning_length or max_length) < max_length for table in self.tables):
-            return "rotary embeddings of long sequences depend on their length"
+            return "rotary embeddings depend on the length of long sequences"
         return None
 
     def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ class NativeModel(Model):
 def config_layouts(
     config: ModelConfig, stored: StoredCache, kv_cache: str | None, page_size: int, dtype: torch.dtype
 ) -> list[Layout]:
-    """Return the layout of each layer's keys and values, or state.
+    """Return the layout of each layer's keys and values, or of its state.
 
     Args:
         config: config of the model.

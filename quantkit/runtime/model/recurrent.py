@@ -25,14 +25,18 @@ class RecurrentMixer:
     Args:
         kind: update rule of the state.
         layer: layer number in the cache.
-        qkv: (T, hidden) -> (T, C + H P + H or 2 H): queries, keys, values; gate; one or two numbers per head.
-        output: (T, H P) -> (T, hidden).
+        qkv: linear whose outputs are queries, keys and values (T, C), the gate (T, H P), and one number per head (T, H)
+            or, for "gated_delta", two (T, 2 H); its inputs are (T, hidden).
+        output: output projection, (T, H P) -> (T, hidden).
         shape: shape of the layer's state.
-        conv, conv_bias: (W, C) and (C,) or None, float32.
-        decay, step_bias: (H,) float32: negative factor on the step size; bias of the step size before its softplus.
+        conv: (W, C) float32, weight of the convolution.
+        conv_bias: (C,) float32, bias of the convolution; None = no bias.
+        decay: (H,) float32, negative factor that maps a step size to the logarithm of the decay.
+        step_bias: (H,) float32, bias of the step size before its softplus.
         least_step: lower bound of the step size.
-        skip: (H,) float32, factor on the value, which is then added to the output; None = nothing is added.
-        norm: (groups, H P / groups) or (P,) float32, weight of the norm; eps: its epsilon.
+        skip: (H,) float32, factor on the values, which are then added to the output; None = nothing is added.
+        norm: (groups, H P / groups) or (P,) float32, weight of the norm.
+        eps: epsilon of the norm.
     """
 
     kind: Literal["gated_delta", "mamba2"]
@@ -71,7 +75,13 @@ class RecurrentMixer:
         return self.output(self._gated_norm(torch.cat(outputs), gate.float()).to(projected.dtype))
 
     def _mix(self, channels: Tensor, numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs (B, n, H, P) and the new state for convolved channels (B, n, C) and numbers of each head."""
+        """Return outputs (B, n, H, P) and the new state.
+
+        Args:
+            channels: (B, n, C), convolved queries, keys and values.
+            numbers: (B, n, H) or (B, n, 2 H), the numbers of each head.
+            state: state before these tokens.
+        """
         shape = self.shape
         width = shape.key_heads * shape.key_dim
         query, key, value = channels.split((width, width, shape.values), -1)  # type: ignore[no-untyped-call]
@@ -100,9 +110,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def stored_rows(data: Recurrent, shape: StateShape) -> dict[str, Tensor]:
-    """Return the row order of each module that the checkpoint stores in another order, keyed by module name.
+    """Return indices that put the rows of a module in the order needed, keyed by module name.
 
-    The order needed is: queries, keys, values, then the gate, then the numbers of all heads.
+    Modules that are stored in this order are left out. The order needed is: queries, keys, values, then the gate, then
+    the numbers of all heads.
     """
     keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
     if data.kind == "mamba2":  # gate, values, keys (B), queries (C), numbers

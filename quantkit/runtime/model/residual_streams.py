@@ -1,4 +1,4 @@
-"""Several residual streams (hyper-connections): a layer reads a mixture of them and adds its output to each.
+"""Several residual streams (hyper-connections): a layer reads a mixture of the streams and adds its output to each one.
 
 The mixing weights are computed from the streams, in float32. The weights between old and new streams are made doubly
 stochastic, so that the sum of the streams does not grow. Shapes: T tokens, n streams, H hidden width.
@@ -24,8 +24,9 @@ class _Mixing:
     Args:
         weight: (N, n H) float32, projection to N numbers.
         bias: (N,) float32, added to the numbers.
-        scale: float32, one factor for each kind of number.
-        eps: epsilon of the norm; floor: added to values that must not be zero.
+        scale: float32, one factor on the numbers of each kind.
+        eps: epsilon of the norm.
+        floor: added to values that must not be zero.
     """
 
     weight: Tensor
@@ -35,7 +36,7 @@ class _Mixing:
     floor: float
 
     def numbers(self, streams: Tensor) -> Tensor:
-        """Return the N numbers of each token (T, N) from which mixing weights are made, before scale and bias."""
+        """Return N numbers per token (T, N), without scale and bias; mixing weights are computed from these numbers."""
         x = streams.flatten(1).float()
         return F.linear(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps), self.weight)
 
@@ -49,7 +50,7 @@ class _Mixing:
 class StreamMixture(_Mixing):
     """Mixture of the streams that one half of a layer reads, and the weights of its output in each stream.
 
-    There are n numbers for reading, n for writing, and (n, n) between old and new streams.
+    The N numbers are n for reading, n for writing, and n * n between old and new streams.
 
     Args:
         rounds: iterations that normalize rows and columns to sum to one.
@@ -58,7 +59,10 @@ class StreamMixture(_Mixing):
     rounds: int
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the half's input (T, H), its output weights (T, n), and the mixed streams (T, n, H)."""
+        """Return the half's input (T, H), the weights (T, n) of its output in each stream, and the mixed streams.
+
+        The mixed streams (T, n, H) are what the weighted output is then added to.
+        """
         count = streams.shape[1]
         weights = self.numbers(streams)
         sizes = (count, count, count * count)

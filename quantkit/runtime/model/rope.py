@@ -46,7 +46,7 @@ def frequencies(rope: RopeConfig, length: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Keep high frequencies, interpolate low ones, with a linear ramp between."""
+    """Keep high frequencies, divide low ones by the factor, and blend both for frequencies between."""
 
     def channel(rotations: float) -> float:
         """Return the pair of channels that makes this many rotations within the original length."""
@@ -57,7 +57,7 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.width - 1)
-    # The ramp divides by their difference.
+    # The ramp divides by the difference of both.
     if low == high:
         high += 0.001
     ramp = ((torch.arange(rope.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -117,7 +117,7 @@ class RopeTable:
         return torch.cat(cos), torch.cat(sin)
 
     def reserve(self, length: int) -> None:
-        """Compute the tables up to this position; they stay at their address until a later position is needed."""
+        """Make sure that the tables hold all positions below `length`; replace them only if they are too short."""
         if length > self._length:
             # At least doubled: a sequence that grows token by token must not compute a new table in every step.
             self._length = max(length, 2 * self._length)
@@ -126,7 +126,13 @@ class RopeTable:
 
 
 def angles_at(rope: RopeConfig, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine (T, R/2) float32 at positions (T,) in a sequence of this length; 0 = a short one."""
+    """Return cosine and sine, each (T, R/2) float32, at positions (T,) of a sequence.
+
+    Args:
+        rope: the rotary embedding.
+        positions: (T,) positions.
+        length: sequence length, for methods that depend on it; 0 = a short sequence.
+    """
     (waves,) = send(positions.device, frequencies(rope, length).numpy())
     # float32 holds positions below 2**24 exactly; bfloat16 would merge neighbours beyond 256.
     angles = positions.float().unsqueeze(1) * waves  # (T, R/2)

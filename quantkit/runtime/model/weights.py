@@ -74,7 +74,7 @@ class Weights:
         self._local = local_names(self.reader, manifest_of(self.config)[1])
 
     def count(self, num_bytes: int, read: int | None = None) -> None:
-        """Count the bytes of a part; a decode step reads all of them, or only `read` bytes."""
+        """Count the bytes of a part; a decode step reads `read` of these bytes, or all if `read` is None."""
         self.num_bytes += num_bytes
         self.stored_bytes += num_bytes if read is None else read
 
@@ -85,7 +85,7 @@ class Weights:
         return value
 
     def norm(self, *names: str, eps: float | None = None) -> Norm:
-        """Build the norm with this full module name; several names are norms of separate heads, which are combined."""
+        """Build a norm from the module with this full name, or from one module per head if there are several names."""
         eps = self.config.norm_eps if eps is None else eps
         if self.config.family.norm == "bare":
             return LayerNorm(None, None, eps)
@@ -104,7 +104,8 @@ class Weights:
 
         Args:
             names: full module names.
-            orders: (N,) row order of the modules whose rows must be reordered, keyed by full module name.
+            orders: indices (N,) that put the rows of a module in the order needed, keyed by full module name; only for
+                modules that are stored in another order.
             read_share: share of the weight that a decode step reads, for experts.
         """
         stored = [self._read(name) for name in names]
@@ -146,9 +147,7 @@ class Weights:
         if not isinstance(weight, Tensor):
             weight = weight.dequantize()
             part = name.rpartition(".")[2]
-            self.notes[f"{part} is dequantized at load, because its parts are multiplied with queries and outputs"] = (
-                None
-            )
+            self.notes[f"{part} is dequantized at load, because attention uses parts of this weight separately"] = None
         value = weight.to(self.device, self.dtype)
         self.count(value.nbytes)
         return value
@@ -170,7 +169,7 @@ class Weights:
         return weight, linear.activation
 
     def biases(self, names: Sequence[str], weights: Sequence[Weight]) -> list[Tensor] | None:
-        """Return the bias of each module, zeros for a module without one; None if no module has one."""
+        """Return the bias of each module, or zeros for a module without a bias; None if no module has a bias."""
         stored = [f"{name}.bias" for name in names]
         if not any(name in self.reader for name in stored):
             return None
@@ -274,7 +273,7 @@ def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
 
 
 def _build_recurrent(weights: Weights, index: int, prefix: str) -> RecurrentMixer:
-    """Build the recurrent layer of this number; `prefix` precedes its tensor names."""
+    """Build the recurrent layer with number `index`; its tensor names begin with `prefix`."""
     config = weights.config
     data = config.family.recurrent
     assert data is not None
@@ -321,7 +320,12 @@ def _build_mlp(
 
 
 def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | None:
-    """Build the function between the linears of an MLP `owner`, if it is more than a named activation."""
+    """Build the activation of an MLP if it has parameters; return None for a named activation without parameters.
+
+    Args:
+        weights: source of the parts.
+        owner: full name of the activation's module.
+    """
     config, read = weights.config, weights.config.entries
     if config.activation == LIMITED_SWIGLU:
         return partial(clamped_swiglu, alpha=1.0, limit=read.number("swiglu_limit", default=10.0), offset=0.0)
@@ -335,7 +339,7 @@ def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | N
 
 
 def build_mixture(weights: Weights, prefix: str) -> Mixture:
-    """Build the experts of a layer."""
+    """Build the mixture of experts of a layer."""
     config, data = weights.config.experts, weights.config.family.experts
     assert config is not None and data is not None
     shared = shared_gate = None
@@ -365,7 +369,7 @@ def build_mixture(weights: Weights, prefix: str) -> Mixture:
 
 
 def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> StackedExperts | None:
-    """Combine the experts of a layer into one module; None, with a note, if no kernel can run them."""
+    """Combine the experts of a layer into one module; return None if no kernel can run them together."""
     if not can_stack(weights.device, weights.dtype):
         return None
     before = weights.num_bytes, weights.stored_bytes
@@ -375,5 +379,5 @@ def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> St
         return stacked
     # The experts are read once more, one by one, and must not be counted twice.
     weights.num_bytes, weights.stored_bytes = before
-    weights.notes[f"experts run one after another, because the host must know which are chosen: {stacked}"] = None
+    weights.notes[f"experts run one after another instead of in one kernel: {stacked}"] = None
     return None

@@ -126,7 +126,7 @@ def test_an_encoder_with_a_decoder_is_refused_before_any_work(tmp_path):
     (model / "config.json").write_text(
         json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]})
     )
-    with pytest.raises(ModelError, match="is an encoder with a decoder; only models of decoder layers") as error:
+    with pytest.raises(ModelError, match="is an encoder-decoder model; quantkit compresses only decoder-only") as error:
         run(model, "rtn-int8", tmp_path / "out")
     assert error.value.exit_code == 4
     assert not (tmp_path / "out").exists()

@@ -79,7 +79,9 @@ def test_layers_get_what_they_get_in_transformers(wrapper, tmp_path, monkeypatch
 def test_a_run_says_how_many_samples_had_images(wrapper, tmp_path, text_file):
     result = run(wrapper("llava"), "awq-int4", tmp_path / "out", text_file, overrides=SMALL)
     assert (result.calibration.num_samples, result.calibration.num_with_images) == (12, 8)
-    assert result.calibration.describe().endswith("tokens, 8 of them with images, and 128 held out")
+    described = result.calibration.describe()
+    assert described.startswith("12 samples (8 with images), ")
+    assert described.endswith(" tokens in all; 128 other tokens held out")
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert manifest["result"]["calibration"]["num_with_images"] == 8
     assert CompressionResult.from_dict(result.to_dict()) == result

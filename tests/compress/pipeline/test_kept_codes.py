@@ -100,7 +100,7 @@ def test_mxfp4_is_kept_as_nvfp4_of_the_same_values(quantized_pair, tmp_path, kin
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     (tmp_path / "mine.yaml").write_text(AS_NVFP4.format(pattern=pattern, dtype="nvfp4"))
     result = quantkit.quantize(source, tmp_path / "mine.yaml", tmp_path / "out")
-    assert any("nvfp4 g16; if their scales have no exact form" in warning for warning in result.warnings)
+    assert any("nvfp4 g16; linears whose scales have no exact form" in warning for warning in result.warnings)
     notes = [note for layer in result.layers for note in layer.notes]
     assert len(notes) == 1
     assert "span too wide a range for nvfp4 g16" in notes[0]
@@ -117,7 +117,7 @@ def test_mxfp4_is_kept_as_nvfp4_of_the_same_values(quantized_pair, tmp_path, kin
 def test_no_other_codes_become_others(quantized_pair, tmp_path):
     for kind, dtype in (("mxfp4", "int4"), ("fp8 channels", "nvfp4")):
         (tmp_path / "mine.yaml").write_text(AS_NVFP4.format(pattern="*mlp*", dtype=dtype))
-        with pytest.raises(QuantkitError, match=r"which cannot be kept as \w+ .*only mxfp4 can be kept as nvfp4"):
+        with pytest.raises(QuantkitError, match=r"its codes cannot be kept as \w+ .*only mxfp4 can be kept as nvfp4"):
             quantkit.quantize(quantized_pair(kind)[0], tmp_path / "mine.yaml", tmp_path / "out")
 
 

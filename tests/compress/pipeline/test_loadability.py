@@ -40,7 +40,7 @@ def test_experts_that_transformers_cannot_load_are_left_and_said(tmp_path):
     model = make_undescribed(tmp_path / "model", "aria_text")
     result = run(model, "rtn-int8", tmp_path / "out")
     assert not any(".experts." in linear.name for layer in result.layers for linear in layer.linears)
-    assert any("transformers could not load them as compressed-tensors: 24 linears" in note for note in result.warnings)
+    assert any("24 linears such as" in note for note in result.warnings)
     assert 0 < result.quantized_share < 0.9
     assert any("experts" in kind for kind in result.unquantized)
     before, after = load_tensors(model), load_tensors(tmp_path / "out")

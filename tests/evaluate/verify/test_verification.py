@@ -235,9 +235,9 @@ def test_without_hashes_it_says_that_nothing_was_checked(checkpoint, models):
     (checkpoint / "quantkit.json").unlink()
     (checkpoint / "quantkit-run.json").unlink()
     pair = check_pair(checkpoint, models / "llama")
-    assert "could not check its files" in pair.notes[0]
+    assert "cannot tell whether its files changed" in pair.notes[0]
     assert pair.gates == ()
-    with pytest.raises(ModelError, match="does not name its original; give it as --baseline"):
+    with pytest.raises(ModelError, match="does not name the model it was made from; give that model as --baseline"):
         check_pair(checkpoint, None)
 
 

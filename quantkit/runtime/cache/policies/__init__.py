@@ -1,4 +1,4 @@
-"""Policies that choose which tokens are evicted from a full KV cache: one file per value of `--kv-policy`."""
+"""Policies that choose which tokens a sequence over its KV budget evicts: one file per value of `--kv-policy`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 REGISTRY = Registry(package=__name__, attribute="POLICY", noun="eviction policy")
 
 DEFAULT = "keydiff"
-"""Policy if the settings name none. In the tests of docs/runtime.md it recalls facts that `window` has lost."""
+"""Policy to use if the settings name none. In the tests in docs/runtime.md it recalls facts that `window` has lost."""
 
 
 class Policy(ABC):
     """A rule that ranks the tokens of a sequence. Each file defines one instance named `POLICY`.
 
     Attributes:
-        reads_keys: whether eviction calls `scores`. If not, the oldest pages are evicted; no key is read or moved.
-        judges_sinks: whether the policy may evict the first tokens too; otherwise they always stay.
+        reads_keys: whether eviction calls `scores`. If not, the oldest pages after the attention sinks are evicted, and
+            no key is read or moved.
+        judges_sinks: whether the policy may also evict the first tokens (attention sinks); otherwise they always stay.
     """
 
     reads_keys: ClassVar[bool] = True
