@@ -1,9 +1,9 @@
 """Predicted and observed memory: weights, KV pool, residual windows, activations, and their sum, the peak.
 
-Observed values are counted on existing tensors, not taken from the code that made them. The peak is the sum of
-the parts, not the memory of the process: the process also holds libraries, and the system allocates pages of the pool
-only when they are written. On CUDA, activations come from the allocator's statistics. The memory of the process (on
-CUDA, the memory that the allocator keeps beyond the peak) is reported separately.
+Observed values are the summed sizes of the tensors that exist, not sizes reported by the code that allocated them. The
+peak is the sum of the parts, not the memory of the process: the process also holds libraries, and the system allocates
+pages of the pool only when they are written. On CUDA, activations come from the allocator's statistics. The memory of
+the process (on CUDA, the memory that the allocator keeps beyond the peak) is reported separately.
 """
 
 import gc

@@ -91,7 +91,9 @@ def _cheapest_at(group: Points, price: float) -> int:
 
 
 def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
-    """Return the lowest price at which the best options of all groups together fit the limit, and these options."""
+    """Return the lowest price per unit of weight at which the best options of all groups (least value + price * weight)
+    together stay within the limit, and the positions of these options.
+    """
     # A group's best option changes only at the slope between two of its options: no other price matters.
     slopes = {0.0}
     for group in points:

@@ -351,7 +351,7 @@ def _open(path: Path) -> list[GGUFFile]:
         if parts[-1].metadata.get("split.no") != index or parts[-1].metadata.get("split.count") != count:
             raise CheckpointError(f"{other}: is not part {index + 1} of {path}; {_DAMAGED}")
         if twice := seen & parts[-1].tensors.keys():
-            raise CheckpointError(f"{other}: tensor {min(twice)} is in two parts; {_DAMAGED}")
+            raise CheckpointError(f"{other}: tensor {min(twice)} is already in an earlier part; {_DAMAGED}")
         seen |= parts[-1].tensors.keys()
     total = first.metadata.get("split.tensors.count", len(seen))
     if total != len(seen):

@@ -157,7 +157,7 @@ class CheckpointReader:
         """
         info = self.info(name)
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
-            raise CheckpointError(f"tensor {name!r} of shape {info.shape} has no rows {start} to {stop}")
+            raise _no_such_rows(name, info, start, stop - 1)
         if isinstance(info, EncodedInfo):
             return self._gather(info, torch.arange(start, stop))
         width = _row_bytes(info)
@@ -182,9 +182,7 @@ class CheckpointReader:
         info = self.info(name)
         rows = indices.detach().reshape(-1).to("cpu", torch.int64)
         if rows.numel() and not (info.shape and int(rows.min()) >= 0 and int(rows.max()) < info.shape[0]):
-            raise CheckpointError(
-                f"tensor {name!r} of shape {info.shape} has no rows {int(rows.min())} to {int(rows.max())}"
-            )
+            raise _no_such_rows(name, info, int(rows.min()), int(rows.max()))
         return self._gather(info, rows).view(*indices.shape, *info.shape[1:])
 
     def _gather(self, info: TensorInfo, rows: Tensor) -> Tensor:
@@ -266,6 +264,11 @@ def _stamp(path: Path) -> tuple[int, int]:
     with opened(path) as file:
         status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
+
+
+def _no_such_rows(name: str, info: TensorInfo, first: int, last: int) -> CheckpointError:
+    count = info.shape[0] if info.shape else "no"
+    return CheckpointError(f"tensor {name!r} has {count} rows; rows {first} to {last} were requested")
 
 
 def _row_bytes(info: TensorInfo) -> int:

@@ -1,9 +1,9 @@
 """Adapt fused groups of a quantized model, so that they can replace the same groups in the original model.
 
-AWQ and SmoothQuant move scales between a linear and its source, the norm or linear before it, so a quantized linear
-does not fit into the original. This module scales the quantized linear's inputs and outputs back. If the source is a
-norm, the factors are exact, because both models store this norm. If the source is a linear, the factors are fitted by
-least squares against the original weight.
+AWQ and SmoothQuant move scales between a linear and the norm or linear before it, its *source*. A quantized linear
+alone therefore does not fit into the original model. This module scales the quantized linear's inputs and outputs back.
+If the source is a norm, the factors are exact, because both models store this norm. If the source is a linear, the
+factors are fitted by least squares against the original weight.
 Shapes: N outputs, K inputs.
 """
 
@@ -220,7 +220,7 @@ class _Sources:
         model: NativeModel,
         sets: tuple[LinearSet, ...],
     ) -> Iterator[FusedGroup]:
-        """Yield a group for each quantized linear among several that read the same input.
+        """Given several linears that read the same input, yield one `FusedGroup` for each of them that is quantized.
 
         If the original computes these linears as one, it is first changed to compute them one by one.
 

@@ -305,7 +305,8 @@ def repair_goal(report: Report) -> Goal | None:
     """Convert the failed accuracy gates to limits of KL and agreement; None if no gate failed or none can be converted.
 
     The conversion assumes that the loss of accuracy and the logarithm of a perplexity ratio are proportional to KL.
-    This is cautious, because accuracy falls faster at larger KL.
+    If accuracy falls faster at larger KL, as is usual, the true limit on KL is higher, so the converted limit is on the
+    safe side.
 
     Args:
         report: report with fidelity and evaluated gates.

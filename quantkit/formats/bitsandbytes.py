@@ -76,7 +76,10 @@ def _decode_4bit(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     packed = take(tensors, "weight", None).contiguous().view(-1).view(torch.uint8)
     table = take(tensors, "weight.quant_map", (16,)).float()
     if packed.numel() * 2 != rows * width or width < 1:
-        raise CheckpointError(f"tensor 'weight' has {packed.numel()} bytes, but its quant_state says ({rows}, {width})")
+        raise CheckpointError(
+            f"tensor 'weight' has {packed.numel()} bytes, which hold {packed.numel() * 2} codes of 4 bits, but its "
+            f"quant_state gives the shape ({rows}, {width}), which has {rows * width} codes"
+        )
     codes = table[torch.stack([packed >> 4, packed & 15], dim=1).long()].view(rows, width)
     # The largest size that divides a row and a block, so that no group crosses the border of either.
     size = math.gcd(width, block)

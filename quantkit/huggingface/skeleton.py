@@ -309,9 +309,11 @@ class Skeleton:
         self._arguments.clear()
 
     def _compute(self, call: LayerCall | None, compute: Compute) -> Compute:
-        """Return a function that runs `compute` on the skeleton's device inside a forward pass on the CPU.
+        """Return a function that takes a layer's place in the model's forward pass.
 
-        If `call` is given, its hidden states and tensors replace those of the forward pass.
+        The forward pass runs on the CPU. The function moves the layer's inputs to `self.device`, runs `compute` there
+        and moves the outputs back to the CPU. If `call` is given, its hidden states and tensors replace those of the
+        forward pass.
         """
 
         def run(hidden: Tensor, arguments: dict[str, Any]) -> Any:

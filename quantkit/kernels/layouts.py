@@ -162,7 +162,9 @@ class KVLayout:
 
     @property
     def residual_tokens(self) -> int:
-        """Slots of a sequence's residual window: an open page, plus the tokens that may be taken back after a step."""
+        """Slots of a sequence's residual window: one page that is not complete, plus the largest number of tokens that
+        the engine may discard after a step (rejected drafts).
+        """
         return residual_tokens(self._sides[0], self.page_size)
 
     @property

@@ -218,7 +218,8 @@ BALANCED_EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Keys or constants that tell which modules have biases, for counting parameters; files may lack some biases.
+    """Which modules have biases: constants, or keys of config.json. Used to count parameters; a checkpoint's files may
+    lack biases that are counted here.
 
     Args:
         qkv, output: whether the projections of attention have biases.
@@ -279,8 +280,7 @@ class Family:
         stored_names: names of tensors in files, if a loader renames more than the prefix of the backbone.
         published: function from tensor names in files to `StoredNames`, or to None if files use transformers' names.
         stored_prefix: prefix of the backbone's tensors in files, if it differs from `backbone`.
-        hands_on: whether layers exchange more than hidden states or read token ids, so that the model itself must run
-            them.
+        hands_on: whether the model itself must run the layers: they exchange more than hidden states or read token ids.
         parts: names of a layer's modules.
         norm: kind of all norms; "bare" norms have no weights.
         norm_offset: number added to the weights of all norms.

@@ -336,7 +336,11 @@ def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> l
 
 
 def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVForm]:
-    """Return the cache forms to count: the given form, or else 16 bits, the recipe's or checkpoint's, and the usual."""
+    """Return the forms of the KV cache to count.
+
+    With `name`: only this form. Without: the unquantized form, the form of the recipe or checkpoint if there is one,
+    and those of FP8, INT8 and INT4 that the model can use.
+    """
     if not shape.layers:
         return []
     plain = find_kv_form("auto", shape.dtype)

@@ -2,8 +2,9 @@
 
 A delta is text that no later token can change. Incomplete characters, and text that may be the beginning of a stop
 text, are returned only once later tokens settle them. The concatenated deltas equal the text from decoding all tokens
-at once, with two exceptions. Clean-up of spaces is off, because it would rewrite text already shown. If a byte is
-invalid UTF-8, byte-fallback tokenizers replace the whole run of bytes around it, even characters already shown.
+at once, with two exceptions. The deltas keep spaces as they are, because clean-up would rewrite text already shown. And
+if a byte is invalid UTF-8, decoding all tokens at once with a byte-fallback tokenizer replaces the whole run of bytes
+around it, whereas the deltas keep those characters of the run that were already shown.
 """
 
 from collections.abc import Callable, Collection

@@ -81,7 +81,7 @@ class AnswerFormat:
         Several calls are possible only if each call has its own begin and end markers.
 
         Args:
-            tokens: ids of tokens, keyed by text. In the grammar, an id stands for such a token, not its characters.
+            tokens: ids of tokens, keyed by text. The grammar refers to these tokens by id, not by their characters.
         """
         if self.forced is None:
             return None

@@ -166,8 +166,15 @@ class HeldOut:
         )
 
     def _pass(self, layer: LayerContext, store: ActivationStore, *, advances: bool) -> dict[str, Tensor]:
-        """Run the layer on a store's states. Return some input rows of each set, keyed by the set's first linear; in
-        processes that do not run the batch, return nothing.
+        """Run the layer on the hidden states in a store. For each set of linears, return some rows of the input that
+        they read, keyed by the set's first linear.
+
+        A store has one batch, which only the first process runs; the others return an empty dict.
+
+        Args:
+            layer: the layer with its current weights.
+            store: inputs of the layer.
+            advances: whether to replace the store's states by the layer's outputs.
         """
         rows: dict[str, Tensor] = {}
         count = self._num_rows(layer)

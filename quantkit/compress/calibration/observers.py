@@ -387,8 +387,8 @@ class Deliveries:
 
 
 def own_turns(store: ActivationStore) -> Iterator[int | None]:
-    """Yield, for each turn of all processes, the number of the batch that this process runs; None = this process has no
-    batch in this turn.
+    """Yield, once per turn, the index of the batch that this process runs; None = no batch is left for it. In each
+    turn, every process runs at most one batch.
     """
     for first in range(0, len(store), world()):
         number = first + rank()

@@ -185,8 +185,9 @@ class _Model:
     def settle_groups(self, recipe: Recipe) -> tuple[Recipe, Assigned]:
         """Call `settle`; if format or engine do not support several group sizes, use one size for the whole model.
 
-        With zero points, loaders of compressed-tensors accept only one size. Zero points matter more than larger
-        groups.
+        Loaders of compressed-tensors accept zero points only with one size for the whole model. If several sizes and
+        one size are both possible, prefer the result that the requested engine can read, then the one with more linears
+        that have zero points, then several sizes.
         """
         alike = uniform_groups(recipe, self.layers, self.stored)
         if alike is recipe:

@@ -106,9 +106,11 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
 
 
 def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return logits and ids (R, C) of the likeliest tokens: C is `width` if that is enough, otherwise V.
+    """Return logits and ids (R, C) of the C likeliest tokens. C is `width` if these include, with certainty, all tokens
+    that top-k and top-p keep in every row, otherwise V.
 
-    Logits are -inf for tokens that top-k, then top-p exclude, and for logits below `least` (R, 1).
+    The logit is -inf for a token that top-k excludes, that top-p excludes from the rest, or whose logit is below
+    `least` (R, 1).
     """
     size = scaled.shape[-1]
     total = scaled.logsumexp(-1, keepdim=True)

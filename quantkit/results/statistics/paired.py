@@ -157,8 +157,10 @@ class Counts:
         return (self.both + self.lost) / self.total, (self.both + self.won) / self.total
 
     def difference_variance(self, difference: float) -> float:
-        """Return the variance of the mean difference if the true difference is `difference`, with the other shares
-        estimated by maximum likelihood.
+        """Return the variance of the mean difference if the true difference is `difference`.
+
+        The variance also depends on the share of lost items, which is estimated by maximum likelihood; the share of won
+        items is this share plus `difference`.
         """
         n, won, lost = self.total, self.won, self.lost
         # The likeliest share q of lost items solves 2n q^2 + linear q + constant = 0; the share won is q + difference.
@@ -168,17 +170,19 @@ class Counts:
         return max(0.0, 2 * share + difference * (1 - difference)) / n
 
     def ratio_variance(self, ratio: float) -> float:
-        """Return the variance of value - ratio * baseline if the true ratio is `ratio`, with the other shares estimated
-        by maximum likelihood.
+        """Return the variance of value - ratio * baseline if the true ratio is `ratio`.
+
+        The variance also depends on the share of won items, which is estimated by maximum likelihood; the share of lost
+        items follows from this share, from `ratio` and from the share of items that neither model gets right.
         """
         n = self.total
         won, lost, neither = self.won / n, self.lost / n, self.neither / n
         before, after = self.means
-        # The likeliest share of lost items if the ratio of the two means is fixed: a root of a quadratic, as above.
+        # The likeliest share of won items if the ratio of the two means is fixed: a root of a quadratic, as above.
         root = (after - ratio**2 * before) ** 2 + 4 * ratio**2 * won * lost
         top = -after + ratio**2 * (before + 2 * won) + math.sqrt(root)
-        likely_lost = top / (2 * ratio * (ratio + 1)) if ratio > 0 else 0.0
-        likely_won = ratio * likely_lost - (ratio - 1) * (1 - neither)
+        likely_won = top / (2 * ratio * (ratio + 1)) if ratio > 0 else 0.0
+        likely_lost = ratio * likely_won - (ratio - 1) * (1 - neither)
         return max(0.0, ratio * (likely_won + likely_lost)) / n
 
 

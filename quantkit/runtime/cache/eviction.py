@@ -7,8 +7,9 @@ this page are moved to other pages; see `kv_cache`.
 
 Eviction never writes a page that other sequences can read: the sequence continues with a copy. The choice of tokens
 does not depend on other sequences in the batch. The prefix cache shares only pages before the first possible eviction,
-because later keys and values depend on which tokens were evicted. A sequence that is recomputed after preemption evicts
-the same tokens at the same points as before, because a new choice could differ through rounding.
+because later keys and values depend on which tokens were evicted. A sequence that is recomputed after preemption does
+not choose again, because rounding could change the choice. It replays its recorded evictions: the same tokens at the
+same points.
 """
 
 import sys

@@ -282,7 +282,7 @@ def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
         name, stored, expected = mismatched[0]
         raise CheckpointError(
             f"{reader.path}: tensor {name} has shape {list(stored)} where transformers expects {list(expected)} "
-            f"({len(mismatched)} in all); config.json belongs to another model"
+            f"(tensors with a wrong shape: {len(mismatched)}); config.json belongs to another model"
         )
     if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_buffer(reader, name)):
         raise CheckpointError(
