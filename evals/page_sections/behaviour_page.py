@@ -13,10 +13,8 @@ from provenance import table_line
 
 RESULTS = Path(__file__).parents[1] / "results/behaviour"
 METHODS = {"rtn": "RTN", "gptq": "GPTQ", "awq": "AWQ"}
-HEAD = (
-    *("weights", "margin of ending the turn", "flips", "unended", "loops", "right format", "tokens per answer"),
-    *("mean of tasks", "perplexity ratio", "KL on text", "KL on answers"),
-)
+RATES = {"unended": "unended", "loop_rate": "loops", "right_format": "right format", "valid_calls": "valid calls"}
+LAST = ("tokens per answer", "mean of tasks", "perplexity ratio", "KL on text", "KL on answers")
 
 
 def table() -> str:
@@ -26,26 +24,31 @@ def table() -> str:
 
 def _model(result: dict[str, Any]) -> str:
     original, counts, rows = result["original"], result["counts"], sorted(result["rows"], key=_order)
-    first = ("original", "1", "0 %", *_acts(original), _mean(original), "1", "0", "0")
-    lines = [table_line(HEAD), "|---" * len(HEAD) + "|", table_line(first), *map(_line, rows)]
+    kinds = [kind for kind in _margins(rows[0]) if any(_margins(row)[kind]["ratio"] is not None for row in rows)]
+    rates = [name for name in RATES if name in original["rates"]]
+    head = ("weights", *(f"margin `{kind}`" for kind in kinds), "flips", *(RATES[name] for name in rates), *LAST)
+    acts = [_percent(original["rates"][name]) for name in rates]
+    first = ("original", *"1" * len(kinds), "0 %", *acts, f"{original['tokens']:.0f}", _mean(original), *"100")
+    lines = [table_line(head), "|---" * len(head) + "|", table_line(first)]
+    lines += [_line(row, kinds, rates) for row in rows]
     commits = ", ".join(sorted({row["stamp"]["commit"] for row in rows}))
     about = (
         f"{result['about']}. Groups of 64; {counts['samples']} calibration sequences; {counts['prompts']} prompts with "
         f"one answer each, at most 128 tokens; {counts['items']} items of each of arc_easy, piqa and winogrande; 4,096 "
         f"tokens of WikiText-2's test text. *: differs from the original (95 %, paired). Commits {commits}."
     )
-    return "\n".join([*lines, "", about, "", _finding(rows, counts["items"])])
+    return "\n".join([*lines, "", about, "", _finding(rows, kinds, counts["items"])])
 
 
-def _finding(rows: list[dict[str, Any]], items: int) -> str:
+def _finding(rows: list[dict[str, Any]], kinds: list[str], items: int) -> str:
     """What the sweep says about margins and tasks."""
-    lower = [row for row in rows if (end := _end(row)) and end["high"] is not None and end["high"] < 1]
+    lower = [row for row in rows if any((_margins(row)[kind]["high"] or 1) < 1 for kind in kinds)]
     unseen = [row for row in lower if _verdict(row, "all tasks") != "worse"]
+    larger = [row for row in rows if any((_margins(row)[kind]["low"] or 1) > 1 for kind in kinds)]
     return (
-        f"In {len(lower)} of {len(rows)} checkpoints the margin of ending the turn is smaller than the original's. In "
-        f"{len(unseen)} of these {len(lower)}, {3 * items} items of tasks show no significant loss."
-        if lower
-        else "In no checkpoint is the margin of ending the turn smaller than the original's."
+        f"In {len(lower)} of {len(rows)} checkpoints a margin is smaller than the original's (95 % interval). In "
+        f"{len(unseen)} of these {len(lower)}, {3 * items} items of tasks show no significant loss. In {len(larger)} "
+        "checkpoints a margin is larger than the original's."
     )
 
 
@@ -54,33 +57,33 @@ def _order(row: dict[str, Any]) -> tuple[int, int]:
     return -int(bits), list(METHODS).index(method)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any], kinds: list[str], rates: list[str]) -> str:
     method, bits = row["row"].split("-")
-    end = _end(row)
-    margin = (
-        "-" if end is None or end["ratio"] is None else f"{end['ratio']:.2f} ({end['low']:.2f} to {end['high']:.2f})"
-    )
-    marks = [_mark(row, f"behaviour: {name}") for name in ("unended", "loop_rate", "right_format")]
-    acts = [
-        f"{text}{mark}" for text, mark in zip(_acts(row), [*marks, _mark(row, "answer length: behaviour")], strict=True)
-    ]
+    margins = [_ratio(_margins(row)[kind]) for kind in kinds]
+    acts = [_percent(row["rates"][name]) + _mark(row, f"behaviour: {name}") for name in rates]
+    tokens = f"{row['tokens']:.0f}" + _mark(row, "answer length: behaviour")
     tasks = _mean(row) + _mark(row, "all tasks")
     perplexity = f"{row['perplexity_ratio']:.3g}" + _mark(row, "perplexity: wikitext2/test.raw.txt")
-    figures = (perplexity, f"{row['kl']:.3f}", f"{row['kl_of_answers']:.3f}")
-    return table_line((f"int{bits}, {METHODS[method]}", margin, f"{100 * row['flips']:.1f} %", *acts, tasks, *figures))
+    figures = (tokens, tasks, perplexity, f"{row['kl']:.3f}", f"{row['kl_of_answers']:.3f}")
+    return table_line((f"int{bits}, {METHODS[method]}", *margins, f"{100 * row['flips']:.1f} %", *acts, *figures))
 
 
-def _acts(row: dict[str, Any]) -> list[str]:
-    rates = [f"{100 * row['rates'][name]:.0f} %" for name in ("unended", "loop_rate", "right_format")]
-    return [*rates, f"{row['tokens']:.0f}"]
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.0f} %"
+
+
+def _ratio(margin: dict[str, Any]) -> str:
+    if margin["ratio"] is None:
+        return "-"
+    return f"{margin['ratio']:.2f} ({margin['low']:.2f} to {margin['high']:.2f})"
 
 
 def _mean(row: dict[str, Any]) -> str:
     return f"{100 * sum(row['tasks'].values()) / len(row['tasks']):.1f} %"
 
 
-def _end(row: dict[str, Any]) -> dict[str, Any] | None:
-    return next((each for each in row["margins"] if each["kind"] == "end"), None)
+def _margins(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {each["kind"]: each for each in row["margins"]}
 
 
 def _verdict(row: dict[str, Any], subject: str) -> str:
