@@ -73,7 +73,9 @@ NUMBERS = {
     "w4g32": Numbers(bits=4, group=32),
     "w4g64": Numbers(bits=4, group=64),
     "w3g32": Numbers(bits=3, group=32),
+    "w3g64": Numbers(bits=3, group=64),
     "w2g32": Numbers(bits=2, group=32),
+    "w2g64": Numbers(bits=2, group=64),
     "w4g4": Numbers(bits=4, group=4),
     "w4pc": Numbers(bits=4),
     "w8pc": Numbers(bits=8),
@@ -108,13 +110,23 @@ LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND = "llm-compressor", "GPTQModel", "auto-ro
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
 FLOATS = ("fp8", "nvfp4", "mxfp4")
-# Of real models 4 bits alone, by the two shipped recipes, their combination, and what needs no tuning of other tools.
+# Of real models the shipped recipes' methods, their combination, and what needs no tuning of other tools; every number
+# type with one number of calibration tokens, 4 bits in groups with fewer and with more too.
 REAL: dict[str, Any] = {
-    "numbers": ("w4g64",),
     "text": "wikitext2/test.raw.txt",
-    "windows": 40,
-    "methods": ("rtn", "awq", "gptq", "gptq asymmetric sequential", "awq+gptq asymmetric sequential"),
-    "peers": ("GPTQ, memoryless_mse", "AWQ, then GPTQ", "GPTQ", "AutoRound, 200 iterations"),
+    "methods": ("rtn", "awq", SHIPPED, f"awq+{SHIPPED}"),
+    "peers": (
+        "rounding, memoryless_mse",
+        "GPTQ, memoryless_mse",
+        "AWQ, then GPTQ",
+        "GPTQ",
+        "AutoRound, 200 iterations",
+    ),
+}
+REAL_CALIBRATION = {
+    (16, 256): ("w4g64",),
+    (64, 512): ("w4g64", "w4pc", "w3g64", "w2g64", "w8pc", "w8a8", *FLOATS),
+    (128, 512): ("w4g64",),
 }
 DEMO_TASKS = ("demo_agreement", "demo_answers", "demo_arithmetic", "demo_facts", "demo_recall", "demo_stories")
 MODELS = (
@@ -143,6 +155,8 @@ MODELS = (
             samples=samples,
             length=length,
             keeps_predictions=keeps,
+            windows=80 if keeps else 40,
+            numbers=numbers,
             **REAL,
         )
         for folder, keeps in (
@@ -150,7 +164,7 @@ MODELS = (
             ("gemma3-270m", False),  # a vocabulary of 262 thousand
             ("qwen2.5-coder-0.5b-instruct", False),
         )
-        for samples, length in ((16, 256), (64, 512))
+        for (samples, length), numbers in REAL_CALIBRATION.items()
     ),
 )
 

@@ -25,8 +25,8 @@ from results import Absent as Absent
 from results import Results
 
 import quantkit.kernels.gpu as kernels
+from quantkit.distribution import installed_version
 from quantkit.kernels import ops
-from quantkit.registry import installed_version
 
 ROOT = Path(__file__).resolve().parents[2]
 _measuring = contextlib.ExitStack()  # for as long as the process lives

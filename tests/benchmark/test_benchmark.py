@@ -140,7 +140,7 @@ def test_prompts_that_do_not_fit_are_refused_before_loading(tiny_llama, monkeypa
 
     monkeypatch.setattr(benchmark, "LLM", loaded)
     options = BenchmarkOptions(prompt_tokens=250, new_tokens=10)
-    with pytest.raises(RequestError, match=r"need 260, .* is 256 tokens; --prompt-tokens can be 246"):
+    with pytest.raises(RequestError, match=r"need 260 tokens, .* is 256 tokens; --prompt-tokens can be 246"):
         load_target(tiny_llama, options)
     with pytest.raises(RequestError, match="is 100 tokens"):
         load_target(tiny_llama, BenchmarkOptions(prompt_tokens=95), {"max_length": 100})

@@ -345,7 +345,7 @@ def test_values_are_written_exactly_and_codes_where_a_format_holds_them(llama, t
     assert set(written) == set(expected.names)
     assert all(torch.equal(written[name], expected.tensor(name)) for name in written)
     assert load_tokenizer(tmp_path / "dense")("a b")["input_ids"] == load_tokenizer(path)("a b")["input_ids"]
-    with pytest.raises(SchemeError, match="only GGUF stores minimums"):
+    with pytest.raises(SchemeError, match="only GGUF can store minimums"):
         convert(path, "compressed-tensors", tmp_path / "ct")
     with pytest.raises(SchemeError, match="is a GGUF file already"):
         convert(path, "gguf", tmp_path / "again.gguf")

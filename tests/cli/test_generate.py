@@ -111,7 +111,7 @@ def test_a_prompt_longer_than_the_context(run, monkeypatch):
 
 def test_more_tokens_than_fit_names_how_many_do(run, monkeypatch):
     no_weights_read(monkeypatch)
-    refused(run, 4, "at most", options=("--prompt", PROMPT, "--max-tokens", 4000))
+    refused(run, 4, "or less", options=("--prompt", PROMPT, "--max-tokens", 4000))
 
 
 def test_a_pool_too_small_for_one_request(run, monkeypatch):

@@ -62,7 +62,7 @@ def test_who_waits_too_long_in_line_is_sent_away(checkpoint):
         assert caught.value.code == 429
         assert caught.value.headers["Retry-After"] == "1"  # none has ended yet
         status, answer = server.ask("/v1/completions", {**LONG, "prompt": ["a"] * 3})
-        assert (status, "accepts at most 2 at once" in answer["error"]["message"]) == (400, True)
+        assert (status, "accepts at most 2 answers at once" in answer["error"]["message"]) == (400, True)
         for stream in streams:
             stream.close()
         wait_until(lambda: is_idle(server))

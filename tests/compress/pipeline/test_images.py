@@ -114,6 +114,6 @@ def test_a_model_without_images_or_a_processor_is_refused(wrapper, tmp_path, tin
     with pytest.raises(ModelError, match=r"its image processor cannot be loaded: .*preprocessor_config"):
         run(bare, "gptq-int4", tmp_path / "out", text_file, overrides=SMALL)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(InputError, match=r"needs Pillow; pip install 'quantkit-lm\[images\]'"):
+    with pytest.raises(InputError, match=r"needs Pillow; run pip install 'quantkit-lm\[images\]'"):
         run(wrapper("llava"), "gptq-int4", tmp_path / "out", text_file, overrides=SMALL)
     assert not (tmp_path / "out").exists()
