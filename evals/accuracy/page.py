@@ -234,6 +234,8 @@ def _standing(models: list[list[Group]]) -> str:
     def words(signs: list[int]) -> str:
         return f"ahead in {signs.count(-1)}, level in {signs.count(0)} and behind in {signs.count(1)}"
 
+    if not both:
+        return "No setting has rows of both quantkit and a peer, so nothing is compared."
     only = sum(bool(mine) and len(theirs) == 1 for groups in models for _, _, mine, theirs in groups)
     settings = "1 setting" if len(both) == 1 else f"{len(both)} settings"
     text = (
