@@ -28,8 +28,8 @@ class BuildWithLibraries(build_py):
             return
         for stale in libraries(self.build_lib):
             stale.unlink()
-        if platform.machine() != "x86_64":
-            self.warn(f"the C kernels are for x86-64; on {platform.machine()}, torch computes in their place")
+        if (here := f"{platform.system()} {platform.machine()}") != "Linux x86_64":
+            self.warn(f"the C kernels are for Linux x86_64; on {here}, torch computes in their place")
             return
         folders = sorted({path.parent for path in Path(self.build_lib).rglob("*.c")})
         try:

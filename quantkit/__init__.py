@@ -49,10 +49,6 @@ def __getattr__(name: str) -> Any:
         return own_version("0+unknown")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    if name != "QuantkitError":
-        from quantkit.errors import require_linux
-
-        require_linux()
     return getattr(import_module(_HOME_OF[name]), name)
 
 

@@ -13,7 +13,7 @@
     │   ├── RequestError          a prompt or its sampling parameters
     │   └── ResumeError           an interrupted run that belongs to other inputs
     ├── GateFailure         3     a gate did not hold, or a search missed its target
-    ├── ResourceError       5     out of disk, memory or device memory, or not on Linux
+    ├── ResourceError       5     out of disk, memory or device memory, or Linux is needed
     └── AuditError          1     the finished checkpoint differs from the plan: a bug, never the user's fault
 
 A message is one line. It says what is wrong, where (tensor, key or path), which value was found, and what to do.
@@ -87,7 +87,7 @@ class GateFailure(QuantkitError):
 
 
 class ResourceError(QuantkitError):
-    """Disk, memory or device memory is full, or the system is not Linux; the message says what to do."""
+    """Disk, memory or device memory is full, or only Linux can do this; the message says what to do."""
 
     exit_code = 5
 
@@ -96,14 +96,16 @@ class AuditError(QuantkitError):
     """The finished checkpoint differs from the plan; this is a bug in quantkit."""
 
 
-def require_linux() -> None:
-    """Refuse to run on systems other than Linux, where Python lacks modules that quantkit imports.
+def require_linux(what: str) -> None:
+    """Refuse something that works only on Linux.
 
+    Args:
+        what: the refused thing, the first words of the message.
     Raises:
         ResourceError: the system is not Linux.
     """
     if sys.platform != "linux":
-        raise ResourceError(f"quantkit runs on Linux only, and this is {sys.platform}; on Windows use WSL 2")
+        raise ResourceError(f"{what} needs Linux, and this is {sys.platform}; leave it out, or on Windows use WSL 2")
 
 
 @contextmanager

@@ -74,6 +74,7 @@ LAYERS = {
     "distribution": 0,
     "settings": 0,
     "machine": 0,  # its cores, devices and memory
+    "machine.system": -1,  # calls that differ between systems; asked by the rooms of layer 0 too
     "safety": 0,  # bounds on what other people's files cause
     "native": 0,  # C libraries
     "distributed": 1,  # work that several processes share

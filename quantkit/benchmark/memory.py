@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from quantkit.benchmark.memory_prediction import Prediction
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.machine.memory import resident_bytes
+from quantkit.machine.system import resident_bytes
 from quantkit.results import MemoryRecord
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.llm import LLM

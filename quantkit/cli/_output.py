@@ -3,7 +3,7 @@
 An error that ends a command becomes one line on stderr and an exit code, even if stdout or stderr fails.
 
 Exit codes: 0 done · 1 a bug · 2 wrong usage · 3 a gate failed · 4 bad input
-5 out of disk, memory or device memory, or not on Linux · 130 interrupted · 141 the reader of stdout closed it
+5 out of disk, memory or device memory, or Linux is needed · 130 interrupted · 141 the reader of stdout closed it
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import atexit
 import contextlib
 import errno
 import inspect
+import io
 import json
 import logging
 import os
 import re
-import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,6 +27,7 @@ import click
 
 from quantkit.distributed import is_writer
 from quantkit.errors import GateFailure, InputError, QuantkitError, ResourceError, is_panic
+from quantkit.machine.system import has_memory_limit
 from quantkit.report.table import Table, printable, terminal_table
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ _NO_MEMORY = re.compile(r"can(no|')t allocate memory|bad_alloc|failed to map seg
 
 def open_streams() -> None:
     """Open the null device for each standard stream that the caller closed; otherwise a file opened later would get the
-    stream's descriptor number.
+    stream's descriptor number. Let pipes and files take UTF-8, which Windows would encode in a code page.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115 - open until the process ends
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper) and sys.platform == "win32":
+            stream.reconfigure(encoding="utf-8")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -147,7 +150,7 @@ def _is_memory(error: BaseException) -> bool:
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or (isinstance(error, RuntimeError | ImportError | OSError) and bool(_NO_MEMORY.search(str(error))))
         # C code may turn a MemoryError into a SystemError; without a memory limit, a SystemError is a bug.
-        or (isinstance(error, SystemError) and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
+        or (isinstance(error, SystemError) and has_memory_limit())
     )
 
 

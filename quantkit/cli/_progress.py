@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quantkit.cli._output import Output, plain_console, say
 from quantkit.compress.pipeline.events import SILENT, Listener
-from quantkit.machine.memory import resident_bytes
+from quantkit.machine.system import resident_bytes
 from quantkit.quantities import byte_size, elapsed
 from quantkit.report.table import printable
 from quantkit.results import LayerRecord
@@ -35,7 +35,7 @@ class Log(Listener):
         self._done += 1
         # Layers reused from an earlier run took no time in this run.
         left = (self._total - self._first - self._done) * (time.monotonic() - self._start_s) / self._done
-        parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(resident_bytes() or 0)]
+        parts = [worst_error(record), elapsed(sum(record.seconds.values())), byte_size(resident_bytes())]
         if left > 0:
             parts.append(f"{elapsed(left)} left")
         say(f"layer {record.index + 1}/{self._total} {record.name}: {', '.join(filter(None, parts))}")
@@ -81,7 +81,7 @@ class Bar(Listener):
         self.progress.console.print(printable(f"warning: {text}"), style="yellow")
 
     def _show(self, description: str) -> None:
-        self.progress.update(self._task, description=printable(description), memory=byte_size(resident_bytes() or 0))
+        self.progress.update(self._task, description=printable(description), memory=byte_size(resident_bytes()))
 
 
 @contextmanager

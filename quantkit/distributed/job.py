@@ -5,7 +5,6 @@ waits for a dead one. This module makes sure that exactly one process reports th
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import re
@@ -17,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TextIO
 
-from quantkit.errors import InputError, ResourceError, first_line
+from quantkit.errors import InputError, ResourceError, first_line, require_linux
 from quantkit.machine.cores import available_cores
+from quantkit.machine.system import end_with_parent
 
 RESUME = "run the same command again to continue, with any number of processes"
 START = timedelta(minutes=30)
@@ -32,7 +32,8 @@ _LAUNCHED = "QUANTKITLAUNCHED"  # set by `launch`, which itself reports which pr
 _STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun and `launch`: both end the other processes when one fails
 _FIRST_SPEAKS = 1.0  # seconds to wait for rank 0: if it fails too, it reports the error
 _BEING_ENDED = 10.0  # seconds to wait for the launcher to end this process
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+
+_SEVERAL = "work in several processes (--nproc, torchrun)"
 
 _rank, _world = 0, 1
 _groups: dict[str, Any] = {}  # keyed by type of device
@@ -71,14 +72,17 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
 
     Args:
         explain: returns the exit code and a one-line message for an error.
+    Raises:
+        ResourceError: the system is not Linux.
     """
     global _rank, _world, _store
     if not is_launched() or _store is not None:
         yield
         return
+    require_linux(_SEVERAL)
     stream = sys.stderr  # kept, because stderr may later be redirected to hide messages of libraries
     if _STARTED in os.environ:
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         _store = _meet()
@@ -207,7 +211,10 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     Args:
         nproc: number of processes. They share the CPU's threads equally, unless OMP_NUM_THREADS is set.
         command: a program and its arguments.
+    Raises:
+        ResourceError: the system is not Linux.
     """
+    require_linux(_SEVERAL)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -3,9 +3,10 @@
 This module does not import torch, because OpenMP reads its settings when torch is imported.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from quantkit.machine.system import core_numbers
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -13,7 +14,7 @@ _OWN = Path("/proc/self/cgroup")
 
 def available_cores() -> int:
     """Return the number of cores that this process may use: the least of its affinity and cgroup quotas, at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(core_numbers())
     quota = cgroup_quota()
     return allowed if quota is None else max(1, min(allowed, quota))
 

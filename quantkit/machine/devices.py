@@ -2,15 +2,17 @@
 
 import contextlib
 import os
+import platform
 import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from quantkit.errors import InputError
 from quantkit.machine.cores import cgroup_quota
-from quantkit.machine.memory import proc_bytes
+from quantkit.machine.system import proc_bytes
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Maximum number of threads of a computation. OpenMP aborts the process if it cannot start the requested number."""
@@ -50,24 +52,25 @@ def entered(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 def fast_cpu_dtype() -> torch.dtype:
     """Return bfloat16 if this CPU has instructions for bfloat16 products, otherwise float32; float16 would be slow."""
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    # torch for macOS has no oneDNN.
+    is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)()
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def processor_name() -> str:
-    """Return the name of the CPU as Linux reports it; empty if unknown."""
+    """Return the name of the CPU as the system reports it; empty if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    return ""
+    return platform.processor()
 
 
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device; on a CPU, a cgroup may limit them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = proc_bytes("meminfo", "MemAvailable")
-    limits = [] if available is None else [available]
+    limits = [proc_bytes("meminfo", "MemAvailable") or int(psutil.virtual_memory().available)]
     group = Path("/sys/fs/cgroup")
     try:
         # In a container, MemAvailable is that of the host, but the process is killed at the limit of its cgroup.
@@ -76,4 +79,4 @@ def free_bytes(device: torch.device) -> int:
             limits.append(max(0, int(limit) - used))
     except (OSError, ValueError):
         pass
-    return min(limits) if limits else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(limits)

@@ -1,4 +1,4 @@
-"""Memory of this process, and return of freed memory to the system when the C library would keep it.
+"""Return of freed memory to the system when the C library would keep it, and imports that take less memory.
 
 glibc keeps freed blocks of up to 32 MiB. Between two phases with different needs, these blocks would raise the peak.
 """
@@ -7,11 +7,8 @@ import contextlib
 import ctypes
 import gc
 import os
-import re
-import resource
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 # Packages that transformers and compressed-tensors import if they are installed: for losses of object detectors, and
 # for kernels. Together, both packages take 100 MB.
@@ -22,30 +19,8 @@ _PRODUCTS = "16"
 
 def release_freed_memory() -> None:
     """Return freed memory to the system, if possible."""
-    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not every C library has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def peak_bytes() -> int:
-    """Return the highest resident memory of this process so far, as the kernel counts it.
-
-    It reads /proc if possible, because getrusage includes the program that started this one.
-    """
-    unit = 1 if sys.platform == "darwin" else 1024
-    return proc_bytes("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def resident_bytes() -> int | None:
-    """Return the resident memory of this process; None if the system does not report it."""
-    return proc_bytes("self/status", "VmRSS")
-
-
-def proc_bytes(file: str, key: str) -> int | None:
-    """Return the entry `key:   12 kB` of a file in /proc, in bytes; None if there is no such entry."""
-    with contextlib.suppress(OSError):
-        entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE)
-        return int(entry[1]) * 1024 if entry else None
-    return None
 
 
 @contextlib.contextmanager

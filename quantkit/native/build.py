@@ -66,6 +66,8 @@ def suitable_sets(widest: str | None = None) -> list[str]:
         BuildError: this CPU has none of them.
     """
     flags, names = cpu_flags(), list(INSTRUCTION_SETS)
+    if not flags:
+        raise BuildError("they need Linux on x86-64")
     allowed = names[names.index(widest) :] if widest in names else names
     if missing := [flag for flag in _AVX2 if flag not in flags]:
         raise BuildError(f"this CPU has no {missing[0]}")

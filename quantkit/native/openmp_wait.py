@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+from quantkit.machine.system import core_numbers
 from quantkit.native.build import find_openmp
 
 _INTERVAL_S = 0.2
@@ -114,7 +115,7 @@ def watch_neighbours(num_threads: int) -> None:
             openmp = find_openmp()
             if openmp is None or "gomp" not in Path(openmp).name:
                 return
-            cores = frozenset(os.sched_getaffinity(0))
+            cores = core_numbers()
             with contextlib.suppress(OSError):
                 busy_seconds(cores)
                 _watcher = Watcher(ctypes.CDLL(openmp), cores)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from quantkit.checkpoints.folder import CONFIG_NAME, INDEX_NAME, is_metadata, matches_any
 from quantkit.errors import CheckpointError, OutputError
+from quantkit.machine.system import sync_folder
 from quantkit.output.work_folder import WorkFolder, work_folder
-from quantkit.output.writer import sync_folder, writing
+from quantkit.output.writer import writing
 from quantkit.safety.untrusted import check_path, read_object
 
 MANIFEST = "quantkit.json"

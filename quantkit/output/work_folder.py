@@ -4,7 +4,6 @@ quantkit deletes files only in folders with the marker, and writes the marker on
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -12,14 +11,18 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import OutputError
-from quantkit.output.writer import sync_folder, writing
+from quantkit.machine.system import CAN_DELETE_OPEN_FILES, lock, sync_folder, user_id
+from quantkit.output.writer import writing
 
 MARKER = ".quantkit-work"  # marks the folder as quantkit's; the process locks this file
 _OURS = {"written_by": "quantkit", "version": 1}  # entries of every marker
+# Do not follow a link in place of the marker, do not wait for a pipe, do not translate line ends. No system has all.
+_SAFELY = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +42,7 @@ class WorkFolder:
     resumable: bool
     adopted: bool
     known: dict[str, Any]
-    _descriptor: int
+    _marker: FileIO
 
     @property
     def checkpoint(self) -> Path:
@@ -80,18 +83,20 @@ class WorkFolder:
         Raises:
             OutputError: somebody removed the folder, or another run uses it.
         """
-        if not _is_at(self._descriptor, self.path / MARKER):
+        if not _is_at(self._marker, self.path / MARKER):
             raise OutputError(f"{self.path} was removed while this run was writing to it; run the command again")
 
     def leave(self) -> None:
         """Delete contents that no later run can use; then, if the folder is empty, delete the marker and the folder."""
         # On an error the marker remains, or the folder belongs to another run: the next run cleans up.
         with contextlib.suppress(OSError, OutputError):
-            if not _is_at(self._descriptor, self.path / MARKER):
+            if not _is_at(self._marker, self.path / MARKER):
                 return
             if not self.resumable:
                 self.clear()
             if not self._entries():
+                if not CAN_DELETE_OPEN_FILES:  # so the next line fails if another run has opened the marker since
+                    self._marker.close()
                 (self.path / MARKER).unlink()
                 if self.output is not None or not self.adopted:
                     self.path.rmdir()
@@ -121,12 +126,12 @@ def work_folder(
     with contextlib.ExitStack() as stack:
         with writing(path):
             work = _claim(path, output, resumable, option)
-            stack.callback(os.close, work._descriptor)
+            stack.callback(work._marker.close)
             _check_links(path, option)
             # Before anything is deleted: the old output that an interrupted run moved here may be the user's only copy.
             work.put_back()
             _take_over(work, kind)
-        # Called before the descriptor is closed, so that the folder is cleaned up under its lock.
+        # Called before the marker is closed, so that the folder is cleaned up under its lock.
         stack.callback(work.leave)
         yield work
 
@@ -136,25 +141,23 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
     while True:
         created = _create(path, option)
         try:
-            # Do not follow a link in place of the marker, and do not wait for a pipe.
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(path / MARKER, flags, 0o666)
+            marker = FileIO(os.open(path / MARKER, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666), "r+")
         except FileNotFoundError:
             continue  # another run has removed the folder since
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, descriptor)
+            stack.callback(marker.close)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(marker.fileno(), wait=False)
             except BlockingIOError:
                 raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
-            if _is_at(descriptor, path / MARKER):  # otherwise another run has removed it since: try again
+            if _is_at(marker, path / MARKER):  # otherwise another run has removed it since: try again
                 _check_owner(path, option)
-                known = _read_marker(descriptor, path, option)
-                # From here on the caller closes the descriptor, and with it gives up the lock.
+                known = _read_marker(marker, path, option)
+                # From here on the caller closes the marker, and with it gives up the lock.
                 stack.pop_all()
                 adopted = not created and not known
                 return WorkFolder(
-                    path=path, output=output, resumable=resumable, adopted=adopted, known=known, _descriptor=descriptor
+                    path=path, output=output, resumable=resumable, adopted=adopted, known=known, _marker=marker
                 )
 
 
@@ -184,16 +187,17 @@ def _check_owner(path: Path, option: str) -> None:
     """Refuse another user's folder in a shared directory such as /tmp: a run would resume from the weights in it."""
     parent, owner = path.parent.stat(), path.lstat().st_uid
     # As Linux does for links in sticky directories: the directory's owner and root could replace anything in it anyway.
-    if parent.st_mode & stat.S_ISVTX and owner not in (os.geteuid(), parent.st_uid, 0):
+    if parent.st_mode & stat.S_ISVTX and owner not in (user_id(), parent.st_uid, 0):
         raise OutputError(
             f"{path} belongs to another user (uid {owner}), and quantkit does not continue another user's work; "
             f"choose another {option}"
         )
 
 
-def _read_marker(descriptor: int, path: Path, option: str) -> dict[str, Any]:
+def _read_marker(file: FileIO, path: Path, option: str) -> dict[str, Any]:
     """Return the contents of the marker; empty if it is new or its creator was killed before writing them."""
-    text = os.pread(descriptor, 1 << 16, 0)
+    file.seek(0)
+    text = file.read(1 << 16)
     if not text and list(path.iterdir()) == [path / MARKER]:
         return {}
     try:
@@ -239,14 +243,15 @@ def _take_over(work: WorkFolder, kind: str) -> None:
         )
     work.clear()
     marker = {**_OURS, "kind": kind, "resumable": work.resumable}
-    os.ftruncate(work._descriptor, 0)
-    os.pwrite(work._descriptor, json.dumps(marker).encode() + b"\n", 0)
+    work._marker.truncate(0)
+    work._marker.seek(0)
+    work._marker.write(json.dumps(marker).encode() + b"\n")
     work.known = {}
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_at(file: FileIO, path: Path) -> bool:
     """Whether a path still leads to the open file."""
     try:
-        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except FileNotFoundError:
         return False

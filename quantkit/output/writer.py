@@ -22,6 +22,7 @@ from quantkit.checkpoints.folder import INDEX_NAME
 from quantkit.checkpoints.header import encode_header
 from quantkit.checkpoints.reader import CheckpointReader, value_chunks
 from quantkit.errors import OutputError, QuantkitError, ResourceError
+from quantkit.machine.system import sync_folder
 from quantkit.quantities import byte_size
 
 
@@ -164,15 +165,6 @@ def _atomic(path: Path, num_bytes: int) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names of a folder's files to the disk; flushing a file saves only its contents."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_bytes(path: Path) -> int:

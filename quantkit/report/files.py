@@ -7,19 +7,17 @@ when a report is read back.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from quantkit.errors import ReportError, located
+from quantkit.machine.system import folder_lock
 from quantkit.quantities import number
 from quantkit.report import speed_tables, tables
 from quantkit.report.behaviour_tables import behaviour_tables
@@ -259,7 +257,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
     directory = Path(directory)
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with _alone(directory):
+        with folder_lock(directory):  # so that the files of two reports are not mixed
             files, problem = {}, ""
             # The page comes last, because it alone may fail for want of a package.
             for kind, (name, render) in FILES.items():
@@ -269,16 +267,3 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
                 except ReportError as error:
                     problem = str(error)
             return files, problem
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold a lock on the directory during the `with` block, so that the files of two reports are not mixed."""
-    # The directory itself is locked, so that no lock file stays in a checkpoint.
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system has locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -24,10 +24,9 @@ _TRIAL_SECONDS, _TRIAL_BYTES = 1, 1 << 30
 # Program of the child process: it compiles the schema or grammar on its stdin for a vocabulary of bytes. The slow part
 # of compiling does not depend on the vocabulary.
 _TRIAL = """
-import json, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+import json, sys
+from quantkit.machine.system import limit_process
+limit_process(cpu_seconds=SECONDS, address_bytes=BYTES)
 import llguidance
 kind, text, overrides = json.load(sys.stdin)
 matchers = llguidance.LLMatcher

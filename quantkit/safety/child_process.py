@@ -3,14 +3,18 @@
 import contextlib
 import faulthandler
 import os
-import resource
+import pickle
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 
+from quantkit.machine.system import CAN_FORK, limit_process, proc_bytes
+
 QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
 """Code that runs quantkit's command line."""
+_START_S = 120.0  # to start a Python and import what the work needs, on a busy machine
 
 
 def python(code: str) -> list[str]:
@@ -23,13 +27,29 @@ def python(code: str) -> list[str]:
 
 
 def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | None = None) -> bool:
-    """Whether a forked child finishes some work in time and without an error.
+    """Whether a child finishes some work in time and without an error.
+
+    The child is a fork or, where that does not work, a new Python, which takes seconds and has no memory limit.
 
     Args:
-        work: function to run; must not use threads, which a forked child lacks.
-        seconds: time limit.
+        work: function to run; must be picklable, and must not use threads, which a forked child lacks.
+        seconds: time limit; a new Python gets two minutes more.
         num_bytes: memory limit beyond what this process uses; None = no limit.
     """
+    return _forked_ends_well(work, seconds, num_bytes) if CAN_FORK else _started_ends_well(work, seconds)
+
+
+def _started_ends_well(work: Callable[[], object], seconds: float) -> bool:
+    command = python("import pickle; pickle.load(sys.stdin.buffer)()")
+    try:
+        # The pickle is this process's own.
+        done = subprocess.run(command, input=pickle.dumps(work), capture_output=True, timeout=_START_S + seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _forked_ends_well(work: Callable[[], object], seconds: float, num_bytes: int | None) -> bool:
     ended, written = os.pipe()
     child = os.fork()
     if child == 0:
@@ -38,10 +58,9 @@ def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | No
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             faulthandler.disable()
-            # A crash is one of the expected ends and leaves no core file behind.
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if num_bytes is not None:
-                _limit_data(num_bytes)
+            # Added to what the fork inherits; otherwise the limit would be exceeded before any work.
+            used = proc_bytes("self/status", "VmData") or 0
+            limit_process(data_bytes=None if num_bytes is None else used + num_bytes)
             work()
             # Not sys.exit: the parent's buffers and exit handlers must not be run a second time.
             os._exit(0)
@@ -57,11 +76,3 @@ def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | No
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
     return is_done and status == 0
-
-
-def _limit_data(num_bytes: int) -> None:
-    with open("/proc/self/status") as file:  # noqa: PTH123 - a child imports nothing
-        sizes = [int(line.split()[1]) << 10 for line in file if line.startswith("VmData:")]
-    # Added to what the fork inherits; otherwise the limit would be exceeded before any work.
-    limit, most = sum(sizes) + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

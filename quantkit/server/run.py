@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-import resource
 import signal
 import socket
 import threading
@@ -18,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quantkit.errors import InputError
+from quantkit.machine.system import max_open_files
 from quantkit.server.app import Server
 
 HEAD_SECONDS = 10.0
@@ -93,7 +93,7 @@ def most_connections(most_open: int) -> tuple[int, int]:
     Args:
         most_open: maximum number of requests that may run or wait.
     """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = max_open_files()
     # Dropped connections keep their files for a few rounds of the event loop, so a round opens only a few.
     return min(max(_FEWEST, 2 * most_open), files // 2), min(_LINE, files // 16)
 

@@ -8,8 +8,6 @@ exception is raised. The number of threads is the same on every machine, so the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import json
 import os
 import platform
@@ -26,12 +24,11 @@ from typing import Any, TextIO
 
 from quantkit.distribution import install_command
 from quantkit.errors import AuditError, GateFailure, InputError, QuantkitError, ResourceError, first_line
+from quantkit.machine.system import killed_with_parent, lock
 from quantkit.planning import estimate
 from quantkit.safety.child_process import QUANTKIT, python
 
 RETRIES = 3  # attempts after the first one, if Ray loses the worker
-_LIBC = ctypes.CDLL(None)  # loaded here, since a child must not load libraries between fork and exec
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _PROGRAM_BYTES = 1 << 30  # interpreter and libraries
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -242,8 +239,9 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
         reason = f"folder {unseen} does not exist on {platform.node()}; all workers must share one file system"
         return Outcome(name=trial.name, exit_code=InputError.exit_code, reason=reason)
     with trial.log.open("a+", encoding="utf-8", errors="replace") as log:
-        # Children inherit the lock: after a lost worker, the next attempt waits here until the old child is gone.
-        fcntl.flock(log, fcntl.LOCK_EX)
+        # Children inherit the lock, but not on Windows: after a lost worker, the next attempt waits here until the old
+        # child is gone.
+        lock(log.fileno(), wait=True)
         print(f"attempt on {platform.node()}", file=log, flush=True)
         code, reason = 0, ""
         for command in trial.commands:
@@ -272,14 +270,14 @@ def _run(
         },
         encoding="utf-8",
         errors="replace",
-        preexec_fn=_die_with_parent,
+        preexec_fn=killed_with_parent(),  # an orphan would write where the next attempt writes
     )
     started(process)
     said = process.communicate()[0]
     code = process.returncode
     if code < 0:
         name = signal.Signals(-code).name
-        if code == -signal.SIGKILL:
+        if name == "SIGKILL":
             return ResourceError.exit_code, f"killed ({name}), probably because memory ran out; see {trial.log}"
         return 1, f"crashed ({name}); see {trial.log}"
     if code in (0, GateFailure.exit_code) and command.made.exists():
@@ -288,8 +286,3 @@ def _run(
         return code or 1, str(json.loads(said)["error"])
     except (ValueError, KeyError, TypeError):
         return code or 1, f"ended with exit code {code} without a reason; see {trial.log}"
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this child when its parent dies: an orphan would write where the next attempt writes."""
-    _LIBC.prctl(_DEATH_SIGNAL, signal.SIGKILL)

@@ -67,7 +67,7 @@ def test_every_module_has_its_place():
 
 
 def test_the_layers_are_those_of_the_test():
-    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", section("Import layers"), re.MULTILINE)
+    rows = re.findall(r"^\| (-?\d+) \| ([^|]+) \|", section("Import layers"), re.MULTILINE)
     page = {room: int(number) for number, rooms in rows for room in re.findall(r"`([^`]+)`", rooms)}
     assert page == {room: number for room, number in LAYERS.items() if room}
 

@@ -13,7 +13,7 @@ from quantkit.demo import DEMO_MODEL
 from quantkit.evaluate import work_sharing
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.work_sharing import Meter, cut, generate_in_turns, score_in_turns
-from quantkit.machine.memory import resident_bytes
+from quantkit.machine.system import resident_bytes
 from quantkit.runtime.types import SamplingParams, ScoredText
 
 

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from quantkit.errors import ReportError
-from quantkit.report.files import SIGNS, _alone, dumps, read_report, render_junit, render_markdown, write_report
+from quantkit.machine.system import folder_lock
+from quantkit.report.files import SIGNS, dumps, read_report, render_junit, render_markdown, write_report
 from quantkit.results import EngineReading, ModelFacts, Report
 from tests.report.make_schema import SCHEMA, schema
 from tests.report.synthetic import make_report
@@ -174,7 +175,7 @@ def test_junit_has_a_test_per_gate_and_comparison(broken_report):
 
 def test_a_second_report_waits_until_the_first_is_whole(report, tmp_path):
     second = threading.Thread(target=write_report, args=(report, tmp_path))
-    with _alone(tmp_path):
+    with folder_lock(tmp_path):
         second.start()
         second.join(0.2)
         assert list(tmp_path.iterdir()) == []

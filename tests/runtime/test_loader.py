@@ -14,7 +14,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, ResourceError
 from quantkit.formats import compressed_tensors
 from quantkit.kernels import cpu
-from quantkit.machine.memory import peak_bytes
+from quantkit.machine.system import peak_bytes
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, WeightScheme

@@ -28,7 +28,8 @@ from quantkit.compress.pipeline.shard import add_linears, shard_name, write_audi
 from quantkit.compress.pipeline.state import CompressionRun
 from quantkit.distributed import gather, is_writer, rank, world
 from quantkit.huggingface.experts import set_parameter
-from quantkit.machine.memory import peak_bytes, release_freed_memory
+from quantkit.machine.memory import release_freed_memory
+from quantkit.machine.system import peak_bytes
 from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import search_parameters
 from quantkit.numerics.kv_cache import scheme_to_dict

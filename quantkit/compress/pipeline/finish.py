@@ -19,7 +19,7 @@ from quantkit.compress.pipeline.shard import shard_name
 from quantkit.compress.pipeline.state import CompressionRun, RunState
 from quantkit.compress.pipeline.towers import write_towers
 from quantkit.formats.base import unquantized_modules
-from quantkit.machine.memory import peak_bytes
+from quantkit.machine.system import peak_bytes
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import MANIFEST
 from quantkit.output.writer import copy_tensors, write_json

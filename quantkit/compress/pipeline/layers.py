@@ -27,7 +27,8 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import CompressionRun
 from quantkit.distributed import assign_work, barrier, is_writer
-from quantkit.machine.memory import peak_bytes, release_freed_memory
+from quantkit.machine.memory import release_freed_memory
+from quantkit.machine.system import peak_bytes
 from quantkit.output.writer import writing
 from quantkit.results import CacheRecord, LayerRecord
 

@@ -29,7 +29,7 @@ from quantkit.distributed import broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.machine.devices import threads_within_quota
-from quantkit.machine.memory import peak_bytes
+from quantkit.machine.system import peak_bytes
 from quantkit.native.openmp_wait import watch_neighbours
 from quantkit.numerics.matmul import quick_products
 from quantkit.output.staging import Stage, check_apart, check_gguf, open_stage

@@ -265,7 +265,7 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
     return Environment(
         versions={"python": platform.python_version(), **describe_versions(), **({"lm-eval": tasks} if tasks else {})},
         platform=f"{platform.system()} {platform.machine()}",
-        cpu=processor_name() or platform.processor(),
+        cpu=processor_name(),
         num_threads=torch.get_num_threads(),
         hashes=hashes,
         **said,

@@ -34,6 +34,7 @@ from quantkit.kernels.reference import experts
 from quantkit.kernels.reference.ops import gated
 from quantkit.kernels.types import AttentionOptions, ForwardBatch, HeadNorms, Linear
 from quantkit.machine.devices import entered
+from quantkit.machine.system import user_id
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.kv_cache import LayerCache
@@ -142,7 +143,7 @@ def cache_folder() -> Path:
         folder = base / "quantkit" / "kernel-checks"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
-        if info.st_uid == os.getuid() and not info.st_mode & 0o022 and os.access(folder, os.W_OK):
+        if info.st_uid == user_id() and not info.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
     fresh = Path(tempfile.mkdtemp(prefix="quantkit-"))
     atexit.register(shutil.rmtree, fresh, ignore_errors=True)

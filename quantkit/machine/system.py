@@ -1,0 +1,173 @@
+"""Calls that differ between Linux, macOS and Windows. No other module imports Python's modules for a single system.
+
+macOS has no /proc, and no signal when a parent dies. Windows also lacks `fcntl`, `resource` and folders that can be
+opened. Locks are locks of the kernel everywhere: they end with the process, so no lock is ever stale.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+    import resource
+
+CAN_DELETE_OPEN_FILES = sys.platform != "win32"
+CAN_FORK = sys.platform == "linux"
+"""Whether a forked child can compute. Windows has no fork, and libraries of macOS crash in a forked child."""
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # a child must load no library between fork and exec
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+_LOCKED_BYTE = 1 << 30  # Windows locks bytes against reading too, so this one is behind the end of every file
+_RETRY_S = 0.1
+_MOST_SOCKETS = 8192  # Windows has no limit; this is more than a server of one model needs
+
+
+def lock(descriptor: int, *, wait: bool) -> None:
+    """Lock an open file until it is closed or this process ends.
+
+    Args:
+        descriptor: the open file; on Windows, it must be open for writing.
+        wait: whether to wait until no other process holds the lock.
+    Raises:
+        BlockingIOError: another process holds the lock, and `wait` is False.
+    """
+    if sys.platform == "win32":
+        position = os.lseek(descriptor, 0, os.SEEK_CUR)
+        while True:
+            try:
+                os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+                break
+            except PermissionError as error:
+                if not wait:
+                    raise BlockingIOError(*error.args) from None
+                time.sleep(_RETRY_S)
+            finally:
+                os.lseek(descriptor, position, os.SEEK_SET)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Wait for a lock on a folder and hold it while the block runs; no file appears in the folder.
+
+    Windows cannot open folders. There the lock is on an empty file in the user's temporary folder, which remains.
+    """
+    if sys.platform == "win32":
+        name = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
+        path, flags = Path(tempfile.gettempdir(), f"quantkit-{name}.lock"), os.O_RDWR | os.O_CREAT
+    else:
+        path, flags = folder, os.O_RDONLY
+    descriptor = os.open(path, flags)
+    try:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names of a folder's files to the disk, because flushing a file saves only its contents.
+
+    Does nothing on Windows, which writes names to its journal.
+    """
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def user_id() -> int | None:
+    """Return the user whose rights this process has; None on Windows, where files do not show their owner."""
+    return None if sys.platform == "win32" else os.geteuid()
+
+
+def core_numbers() -> frozenset[int]:
+    """Return the numbers of the cores on which this process may run; other systems than Linux do not tell."""
+    return frozenset(os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1))
+
+
+def proc_bytes(file: str, key: str) -> int | None:
+    """Return the entry `key:   12 kB` of a file in /proc, in bytes; None if there is no such entry."""
+    with contextlib.suppress(OSError):
+        entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE)
+        return int(entry[1]) * 1024 if entry else None
+    return None
+
+
+def peak_bytes() -> int:
+    """Return the highest resident memory of this process so far, as the kernel counts it.
+
+    It reads /proc if possible, because getrusage includes the program that started this one.
+    """
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return proc_bytes("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    if known := proc_bytes("self/status", "VmRSS"):
+        return known
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def limit_process(
+    *, cpu_seconds: int | None = None, address_bytes: int | None = None, data_bytes: int | None = None
+) -> None:
+    """Limit the CPU time and memory of this process for good; a crash then leaves no core file.
+
+    Windows has no such limits, and macOS may ignore those of memory, so the parent must limit the time as well.
+    """
+    if sys.platform == "win32":
+        return
+    limits = {resource.RLIMIT_CPU: cpu_seconds, resource.RLIMIT_AS: address_bytes, resource.RLIMIT_DATA: data_bytes}
+    for kind, limit in {**limits, resource.RLIMIT_CORE: 0}.items():
+        if limit is not None:
+            most = resource.getrlimit(kind)[1]
+            limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            with contextlib.suppress(*(() if sys.platform == "linux" else (OSError, ValueError))):
+                resource.setrlimit(kind, (limit, limit))
+
+
+def has_memory_limit() -> bool:
+    """Whether the address space of this process is limited."""
+    return sys.platform != "win32" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def max_open_files() -> int:
+    """Return the number of files and sockets that this process may have open."""
+    return _MOST_SOCKETS if sys.platform == "win32" else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent dies; does nothing on other systems than Linux."""
+    if _LIBC is not None:
+        _LIBC.prctl(_DEATH_SIGNAL, number)
+
+
+def killed_with_parent() -> Callable[[], object] | None:
+    """Return a `preexec_fn` for a child that must not outlive its parent; None on other systems than Linux."""
+    return partial(end_with_parent, signal.SIGKILL) if CAN_FORK else None
