@@ -35,7 +35,7 @@ LIBRARIES = (
 LINUX_ONLY = {
     "os": {
         *("copy_file_range", "eventfd", "memfd_create", "posix_fadvise", "posix_fallocate", "pidfd_open", "setns"),
-        *("sched_getaffinity", "sched_setaffinity", "splice", "unshare", "getresuid", "O_DIRECT", "O_PATH", "O_TMPFILE"),
+        *("sched_getaffinity", "sched_setaffinity", "splice", "unshare", "getresuid", "O_DIRECT", "O_PATH"),
     },
     "signal": {"SIGPWR", "SIGRTMIN", "SIGRTMAX", "SIGSTKFLT", "SIGPOLL"},
     "mmap": {"MAP_POPULATE", "MAP_NORESERVE"},
@@ -68,9 +68,9 @@ def lacks(system: str) -> dict[str, set[str]]:
     return {module: names | more.get(module, set()) for module, names in LINUX_ONLY.items()}
 
 
-def pretend(system: str) -> None:
-    """Make this process one of the other system, for good."""
-    for name in LIBRARIES:
+def pretend(system: str, libraries: tuple[str, ...] = LIBRARIES) -> None:
+    """Make this process one of the other system, for good, with these libraries imported before."""
+    for name in libraries:
         importlib.import_module(name)
     import psutil
     import torch

@@ -19,7 +19,11 @@ from tests.test_layers import read_package
 
 ROOT = Path(__file__).parents[1]
 # Reached on Linux only.
-ALLOWED = {("quantkit.safety.child_process", "fork"), ("quantkit.native.openmp_wait", "sysconf")}
+ALLOWED = {
+    ("quantkit.native.openmp_wait", "sysconf"),
+    ("quantkit.safety.child_process", "fork"),
+    ("quantkit.safety.child_process", "SIGKILL"),
+}
 
 
 def run(name: str, *commands: list[object]) -> list[tuple[int, str, str]]:
@@ -36,7 +40,7 @@ def run(name: str, *commands: list[object]) -> list[tuple[int, str, str]]:
     return [tuple(result) for result in json.loads(done.stdout)]
 
 
-@pytest.mark.parametrize("name", ["darwin", "win32"])
+@pytest.mark.parametrize("name", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
 def test_the_commands_run(name, tmp_path):
     made, gguf = tmp_path / "made", tmp_path / "made.gguf"
     results = run(
@@ -66,7 +70,7 @@ LOCKS = """
 import os, sys
 from pathlib import Path
 from tests.other_system import pretend
-pretend("win32")
+pretend("win32", ("torch",))
 from quantkit.errors import OutputError
 from quantkit.machine.system import folder_lock, lock
 from quantkit.output.staging import open_stage

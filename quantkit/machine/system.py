@@ -171,3 +171,9 @@ def end_with_parent(number: int) -> None:
 def killed_with_parent() -> Callable[[], object] | None:
     """Return a `preexec_fn` for a child that must not outlive its parent; None on other systems than Linux."""
     return partial(end_with_parent, signal.SIGKILL) if CAN_FORK else None
+
+
+def after_fork(work: Callable[[], object]) -> None:
+    """Have every forked child of this process call a function first. Windows has no forks."""
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=work)

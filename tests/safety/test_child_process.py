@@ -1,9 +1,14 @@
 """Processes of quantkit's own, in folders of strangers."""
 
 import subprocess
+import time
+from functools import partial
+
+import pytest
 
 import quantkit
-from quantkit.safety.child_process import python
+from quantkit.safety import child_process
+from quantkit.safety.child_process import ends_well, python
 
 
 def test_a_child_imports_what_this_process_would_and_nothing_of_its_folder(tmp_path):
@@ -21,3 +26,12 @@ def test_the_folder_of_now_is_that_of_the_parent(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend("")
     command = python("import of_the_parent; print(of_the_parent.name)")
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "found\n"
+
+
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_work_ends_well_if_it_ends_in_time_and_without_an_error(monkeypatch, can_fork):
+    monkeypatch.setattr(child_process, "CAN_FORK", can_fork)
+    assert ends_well(partial(int, "1"), seconds=60)
+    assert not ends_well(partial(int, "x"), seconds=60)
+    monkeypatch.setattr(child_process, "_START_S", 0)
+    assert not ends_well(partial(time.sleep, 600), seconds=0.5)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from quantkit.errors import InputError
 from quantkit.machine.cores import available_cores
 from quantkit.machine.devices import MAX_THREADS
+from quantkit.machine.system import after_fork
 
 # A count is good enough when its time is within this factor of the best: the rest is left to other processes.
 _GOOD_ENOUGH = 1.10
@@ -69,7 +70,7 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
 @functools.cache
 def guard_forks() -> None:
     """Make forked children compute with one thread, because they inherit OpenMP's pool without its threads."""
-    os.register_at_fork(after_in_child=_forget_pool)
+    after_fork(_forget_pool)
 
 
 def _forget_pool() -> None:
