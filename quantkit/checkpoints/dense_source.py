@@ -21,7 +21,7 @@ from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.checkpoints.kv_cache_entries import is_cache_scale
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, located
-from quantkit.formats import is_gguf, recognise
+from quantkit.formats import SECTIONS, is_gguf, recognise
 from quantkit.formats.base import FLOAT_DTYPES, Format
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.config import NotNative
@@ -175,7 +175,7 @@ def _with_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get(_TEXT)
-    kept = {key: value for key, value in config.items() if key != _SECTION}
+    kept = {key: value for key, value in config.items() if key not in SECTIONS}
     if isinstance(inner, Mapping) and _SECTION in inner:
         kept[_TEXT] = {key: value for key, value in inner.items() if key != _SECTION}
     return kept

@@ -35,7 +35,7 @@ _HOW: Settings = {
     "--to",
     required=True,
     metavar="FORMAT",
-    help="On-disk format: compressed-tensors, gptq, gptq-v2, awq, gguf or dense.",
+    help="On-disk format: compressed-tensors, gptq, gptq-v2, awq, gguf, mlx or dense.",
 )
 @click.option(
     "-o", "--output", metavar="DIR|FILE", help="Directory or .gguf file to create.  [default: ./<checkpoint>-<format>]"
@@ -55,6 +55,7 @@ def command(
       quantkit quantize --recipe rtn-int4 --format gptq -o demo-gptq
       quantkit convert demo-gptq --to compressed-tensors -o demo-ct
       quantkit convert demo-gptq --to gguf -o demo-q4_0.gguf
+      quantkit convert demo-gptq --to mlx -o demo-mlx
       quantkit inspect demo-gptq demo-ct
     """
     from quantkit.cli._progress import showing_layers

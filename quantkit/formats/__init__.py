@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from quantkit.formats.base import Format
     from quantkit.numerics.scheme import Scheme
 
-__all__ = ["GGUF_MAGIC", "REGISTRY", "is_gguf", "recognise", "writable"]
+__all__ = ["GGUF_MAGIC", "REGISTRY", "SECTIONS", "is_gguf", "recognise", "writable"]
 
 REGISTRY = Registry(package=__name__, attribute="FORMAT", noun="format")
 
 
 GGUF_MAGIC = b"GGUF"
+# Entries of config.json that describe quantized weights; MLX has both.
+SECTIONS = ("quantization_config", "quantization")
 
 
 def is_gguf(path: Path) -> bool:
@@ -57,5 +59,6 @@ def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | 
 
 
 def writable(fits: Callable[[Format], bool]) -> str:
-    """Return the names of the writable formats for which `fits` is true, as a list for messages."""
-    return ", ".join(name for name, known in REGISTRY.all().items() if known.is_written and fits(known))
+    """Return the names of the formats that a recipe can name and for which `fits` is true, as a list for messages."""
+    formats = REGISTRY.all().items()
+    return ", ".join(name for name, of in formats if of.is_written and of.is_recipe_format and fits(of))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats.base import take, take_matrix, take_one
+from quantkit.formats._tensors import take, take_matrix, take_one
 from quantkit.numerics.dtype import MXFP8
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

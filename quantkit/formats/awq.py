@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
-from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, ignored_rules, matrix_shape, take, take_matrix
+from quantkit.formats._tensors import matrix_shape, take, take_matrix
+from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, ignored_rules
 from quantkit.formats.gptq import check_scale, read_group_size, write_group_size
 from quantkit.numerics.dtype import INT4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme

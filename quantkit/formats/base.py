@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from quantkit.errors import AuditError, CheckpointError, SchemeError, located
+from quantkit.errors import AuditError, SchemeError, located
 from quantkit.formats import writable
+from quantkit.formats._tensors import matrix_shape
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -43,6 +44,8 @@ class Format(ABC):
     suffix: ClassVar[str] = ""
 
     is_written: ClassVar[bool] = True
+    # Whether a recipe can name it; false if only `convert` writes it.
+    is_recipe_format: ClassVar[bool] = True
     # Whether `decode` gives back exactly what `encode` was given; false if only the values are stored.
     keeps_codes: ClassVar[bool] = True
     # Whether groups may be formed in another order than that of the inputs.
@@ -63,6 +66,8 @@ class Format(ABC):
     shape_name: ClassVar[str] = "weight"
     # Whether it stores experts that the model keeps in one tensor (E, K, N); `decode` gets one expert at a time.
     is_stacked: ClassVar[bool] = False
+    # Sizes of groups that it stores, largest first; `convert` splits larger groups. Empty = any size.
+    group_sizes: ClassVar[tuple[int, ...]] = ()
     # Dtypes that scales can be stored in; the first is used if the model's own dtype is not among them.
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOAT_DTYPES
 
@@ -210,6 +215,16 @@ class Format(ABC):
             section[self.decode_key] = True
         return {"quantization_config": section} if section else {}
 
+    def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return further entries of config.json about the model, which `convert` adds for the format's loaders.
+
+        Args:
+            config: contents of the source's config.json.
+        Raises:
+            SchemeError: no loader of this format supports the model.
+        """
+        return {}
+
     def check_config(
         self, config: Mapping[str, Any], linears: Mapping[str, LinearScheme], ignored: Iterable[str]
     ) -> None:
@@ -281,59 +296,6 @@ def ignored_rules(section: Mapping[str, Any], *keys: str) -> tuple[Rule, ...]:
     return tuple(Rule(pattern=str(name), linear=None) for name in names)
 
 
-def matrix_shape(shape: tuple[int, ...] | None) -> tuple[int, int] | None:
-    """Return the shape of a matrix; None if there is no tensor or it is not a matrix."""
-    return (shape[0], shape[1]) if shape is not None and len(shape) == 2 else None
-
-
-def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None) -> Tensor:
-    """Return a required tensor.
-
-    Args:
-        tensors: tensors of one linear, keyed by local name.
-        name: local name of the tensor.
-        shape: required shape; None = any.
-    Raises:
-        CheckpointError: the tensor is missing or has another shape.
-    """
-    if name not in tensors:
-        raise CheckpointError(f"quantized linear has no tensor {name!r}; it has {', '.join(sorted(tensors)) or 'none'}")
-    tensor = tensors[name]
-    if shape is not None and tuple(tensor.shape) != shape:
-        raise CheckpointError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)}, but its scheme needs {shape}; config.json does not "
-            "match the weights, or an unsupported version of the format's library packed them"
-        )
-    return tensor
-
-
-def take_matrix(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """Return a required matrix of any shape and one dtype: codes, or words of packed codes.
-
-    Raises:
-        CheckpointError: the tensor is missing, is not a matrix, or has another dtype.
-    """
-    tensor = take(tensors, name, None)
-    if tensor.ndim != 2 or tensor.dtype != dtype:
-        raise CheckpointError(
-            f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, but config.json requires a matrix of {dtype}; "
-            "download the checkpoint again"
-        )
-    return tensor
-
-
-def take_one(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a required tensor with one value as shape (1,).
-
-    Raises:
-        CheckpointError: the tensor is missing or has several values.
-    """
-    value = take(tensors, name, None).reshape(-1)
-    if value.numel() != 1:
-        raise CheckpointError(f"tensor {name!r} has {value.numel()} values; expected one for the whole weight")
-    return value
-
-
 def identical(left: Tensor | None, right: Tensor | None) -> bool:
     """Whether both are None, or have equal bits and dtype."""
     if left is None or right is None:
@@ -369,7 +331,9 @@ def unquantized_modules(name: str, shape: tuple[int, ...]) -> list[str]:
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 # Local names that only a quantized linear has, whatever the format.
-_CODES = re.compile(r"weight_(packed|scale(_inv)?|q[2-8]_[01k]|mxfp4)|qweight|SCB|weight\.(absmax|SCB)|_weight_qdata")
+_CODES = re.compile(
+    r"weight_(packed|scale(_inv)?|q[2-8]_[01k]|mxfp4)|qweight|SCB|weight\.(absmax|SCB)|_weight_qdata|biases"
+)
 
 
 def stores_codes(names: Iterable[str]) -> bool:

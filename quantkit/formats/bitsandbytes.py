@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
-from quantkit.formats.base import Format, Read, Shapes, matrix_shape, take, take_matrix
+from quantkit.formats._tensors import matrix_shape, take, take_matrix
+from quantkit.formats.base import Format, Read, Shapes
 from quantkit.numerics.dtype import INT8, NF4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

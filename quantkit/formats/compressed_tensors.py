@@ -31,8 +31,9 @@ from quantkit.formats._compressed_tensors_config import compressed_tensors_secti
 from quantkit.formats._compressed_tensors_config import fp8_cache_args as fp8_cache_args
 from quantkit.formats._compressed_tensors_layout import PACKED, check_compressed_model, find_layout
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
+from quantkit.formats._tensors import matrix_shape, take, take_matrix
 from quantkit.formats._unpacked import decode_microscaling, encode_microscaling, encode_unpacked, with_scales
-from quantkit.formats.base import Format, Read, Shapes, matrix_shape, take, take_matrix
+from quantkit.formats.base import Format, Read, Shapes
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

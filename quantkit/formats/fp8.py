@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError
+from quantkit.formats._tensors import matrix_shape, take, take_matrix, take_one
 from quantkit.formats._unpacked import decode_microscaling, powers_of_two, with_scales
-from quantkit.formats.base import Format, Read, Shapes, ignored_rules, matrix_shape, take, take_matrix, take_one
+from quantkit.formats.base import Format, Read, Shapes, ignored_rules
 from quantkit.numerics.dtype import FP8, MXFP4
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

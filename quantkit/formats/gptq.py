@@ -30,7 +30,8 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
-from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, matrix_shape, take, take_matrix
+from quantkit.formats._tensors import matrix_shape, take, take_matrix
+from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.name_patterns import is_exact
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme

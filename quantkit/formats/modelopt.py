@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._tensors import matrix_shape, take, take_matrix, take_one
 from quantkit.formats._unpacked import unpack_fp4, with_scales
-from quantkit.formats.base import Format, Read, Shapes, ignored_rules, matrix_shape, take, take_matrix, take_one
+from quantkit.formats.base import Format, Read, Shapes, ignored_rules
 from quantkit.numerics.dtype import FP8, INT4, NVFP4
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
+from quantkit.formats._tensors import take
 from quantkit.formats._unpacked import decode_microscaling
-from quantkit.formats.base import Format, Read, Shapes, take
+from quantkit.formats.base import Format, Read, Shapes
 from quantkit.numerics.dtype import MXFP4
 from quantkit.numerics.scheme import LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats._tensors import take, take_matrix
 from quantkit.formats._unpacked import with_scales
-from quantkit.formats.base import Format, ignored_rules, take, take_matrix
+from quantkit.formats.base import Format, ignored_rules
 from quantkit.numerics.dtype import DTYPES, FP8, INT8
 from quantkit.numerics.scheme import ActivationScheme, LinearScheme, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor

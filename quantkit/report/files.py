@@ -38,6 +38,7 @@ tokenizer = AutoTokenizer.from_pretrained("{path}")"""
 LOADERS = {  # title, language and code, of each engine that a format may name
     "transformers": ("With transformers ({needs})", "python", TRANSFORMERS),
     "vllm": ("With vLLM", "console", "vllm serve {path}"),
+    "mlx-lm": ("With mlx-lm ({needs})", "console", 'mlx_lm.generate --model {path} --prompt "Once upon a time"'),
     "llama.cpp": ("With llama.cpp", "console", 'llama-cli -m {path} -p "Once upon a time"'),
     "quantkit": ("With quantkit", "console", 'quantkit generate {path} --prompt "Once upon a time"'),
 }

@@ -21,7 +21,7 @@ FORMATS = REGISTRY.all()
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_knows_its_own_name_and_who_loads_it(name):
     assert FORMATS[name].name == name
-    assert set(FORMATS[name].engines) <= {"transformers", "vllm", "llama.cpp"}
+    assert set(FORMATS[name].engines) <= {"transformers", "vllm", "llama.cpp", "mlx-lm"}
     assert FORMATS[name].engines
 
 
@@ -38,6 +38,7 @@ CASES = [
     ("gptq-v2", "int8-g32-asym"),
     ("awq", "int4-g32-asym"),
     ("gguf", "mxfp4"),
+    ("mlx", "int4-g32-asym"),
     ("dense", "int4-g32"),
 ]
 
@@ -54,7 +55,9 @@ def test_every_part_of_a_weight_is_compared_with_what_it_is_stored_as(name, sche
             continue
         changed = stored[key].clone()
         changed.view(-1).view(torch.uint8)[0] ^= 1
-        with pytest.raises((AuditError, CheckpointError), match=r"decoding the stored|symmetric"):
+        with pytest.raises(
+            (AuditError, CheckpointError, SchemeError), match=r"decoding the stored|symmetric|not whole multiples"
+        ):
             format_.check_encoded("a.b", weight, scheme, {**stored, key: changed})
 
 

@@ -20,6 +20,7 @@ from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme, target_for
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats import SECTIONS
 from quantkit.formats.base import Format
 from quantkit.output.staging import MANIFEST, check_apart, check_checkpoint, check_gguf, open_stage
 from quantkit.output.writer import copy_tensors, write_json, writing
@@ -177,12 +178,12 @@ def _model_dtype(source: Source) -> torch.dtype | None:
 
 
 def _config(source: Source, target: Target) -> dict[str, Any]:
-    kept = {key: value for key, value in source.reader.config.items() if key != "quantization_config"}
+    kept = {key: value for key, value in source.reader.config.items() if key not in SECTIONS}
     described = target.format.config(target.linears, target.ignored, group_order=target.group_order)
     scales = kv_cache_scheme(source)
     if scales is not None and "quantization_config" in described:
         described["quantization_config"]["kv_cache_scheme"] = scales
-    return {**kept, **described}
+    return {**kept, **target.format.model_config(kept), **described}
 
 
 def _write_manifest(source: Source, target: Target, folder: Path) -> None:

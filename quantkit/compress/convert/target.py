@@ -78,7 +78,8 @@ def kv_cache_scheme(source: Source) -> Any:
 
 
 def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> QuantizedTensor:
-    """Adapt a weight to the target's scheme: add zero points of 0 if needed, convert scales to a dtype of the format.
+    """Adapt a weight to the target's scheme: add zero points of 0, convert scales to a dtype of the format and repeat
+    them for smaller groups, each if needed.
 
     Args:
         weight: weight decoded from the source.
@@ -95,9 +96,13 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
         if not low <= int(zero.min()) <= int(zero.max()) <= high:
             limits, name = f"{int(zero.min())} to {int(zero.max())}", scheme.weight.dtype.name
             raise SchemeError(f"zero points range from {limits}, but {name} only holds {low} to {high}")
+    scale = _storable(weight.scale, format_)
+    if format_.keeps_codes and (parts := scheme.weight.num_groups(weight.shape[1]) // scale.shape[1]) > 1:
+        scale = scale.repeat_interleave(parts, dim=1)
+        zero = zero if zero is None else zero.repeat_interleave(parts, dim=1)
     # A format that stores values gets the groups of the decoded weight, which may be finer than config.json says.
     numbers = scheme.weight if format_.keeps_codes else weight.scheme
-    return replace(weight, zero_point=zero, scheme=numbers, scale=_storable(weight.scale, format_))
+    return replace(weight, zero_point=zero, scheme=numbers, scale=scale)
 
 
 def _check(source: Source, format_: Format) -> Target:
@@ -119,6 +124,7 @@ def _check(source: Source, format_: Format) -> Target:
             f"the checkpoint has calibrated KV-cache scales, which only {source.format.name} can record in config.json"
         )
     ignored = tuple(dict.fromkeys(_ignored(source)))
+    format_.model_config(source.reader.config)
     # Called for its checks: schemes that fit alone may not fit together.
     format_.config(linears, ignored, group_order=reordered)
     return Target(format=format_, linears=linears, ignored=ignored, group_order=reordered)
@@ -145,16 +151,20 @@ def _works(source: Source, format_: Format) -> bool:
 
 
 def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format) -> LinearScheme:
-    """Return the scheme under which the format can store these codes; a symmetric weight may get zero points of 0."""
+    """Return the scheme under which the format can store these codes: a symmetric weight may get zero points of 0, and
+    groups may be split.
+    """
     # An unknown shape passes every check of divisibility; it is checked again after decoding.
     size = shape or (0, 0)
     try:
         format_.check(scheme, size)
         return scheme
     except SchemeError:
-        if not scheme.weight.symmetric or scheme.weight.dtype.kind != "int":
+        if scheme.weight.dtype.kind != "int" or scheme.weight.block_rows != 1:
             raise
-        adapted = replace(scheme, weight=replace(scheme.weight, symmetric=False))
+        width = scheme.weight.group_size or size[1]
+        group_size = next((own for own in format_.group_sizes if width % own == 0), scheme.weight.group_size)
+        adapted = replace(scheme, weight=replace(scheme.weight, symmetric=False, group_size=group_size))
         with suppress(SchemeError):
             format_.check(adapted, size)
             return adapted
