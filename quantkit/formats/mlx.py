@@ -157,8 +157,9 @@ class MLXFormat(Format):
 
     def recognise(self, config: Mapping[str, Any]) -> Scheme | None:
         section = config.get(_KEY)
-        is_ours = isinstance(section, Mapping) and {"bits", "group_size"} <= section.keys()
-        return self.scheme(section) if is_ours else None
+        if isinstance(section, Mapping) and {"bits", "group_size"} <= section.keys():
+            return self.scheme(section)
+        return None
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if (mode := section.get("mode", "affine")) != "affine":
@@ -198,8 +199,8 @@ def check_model_type(config: Mapping[str, Any]) -> None:
             f"{', '.join(sorted(_COMPARED))}"
         )
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    is_used = type(window) is int and config.get("use_sliding_window", True) and name not in _WINDOWED
-    if is_used and not (type(longest) is int and longest <= window):
+    is_used = config.get("use_sliding_window", True) and name not in _WINDOWED
+    if is_used and isinstance(window, int) and not (isinstance(longest, int) and longest <= window):
         raise SchemeError(
             f"mlx-lm ignores sliding_window {window} of model_type {name!r}, so longer texts would give other results"
         )
