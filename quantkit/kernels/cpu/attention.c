@@ -2,37 +2,24 @@
    quantkit/kernels/reference/attention.py.
 
    A task covers one key head and a few new tokens of one sequence. Each of its rows is one of these tokens with one of
-   the query heads that share the key head. A task first goes through the cached keys, in blocks of at most 64 tokens of
-   one page, and then through the new keys. For each block, it dequantizes the keys once for all rows, computes scores,
-   updates the online softmax, dequantizes the values and adds them. Codes are never multiplied by scales: scales per
-   token multiply scores and softmax weights, and scales per channel multiply the query once per page. If the CPU has
+   the query heads that share the key head. A task first goes through the cached keys, in blocks of at most 64 tokens,
+   and then through the new keys. For each block, it dequantizes the keys once for all rows, computes scores,
+   dequantizes the values, updates the online softmax and adds the values. Codes are never multiplied by scales: scales
+   per token multiply scores and softmax weights, and scales per channel multiply the query once per page. If the CPU has
    products of bf16, a bf16 model ("half") multiplies codes, queries and weights in bf16, which holds codes exactly, and
-   adds in float32. Everything else is float32. */
+   adds in float32; tasks with many rows do this in AMX tiles. Everything else is float32. */
 #include "attention.h"
-#include "attention_tiles.h"
+#include "attention_amx.h"
+#include "attention_softmax.h"
 #include "kv_half.h"
 
-enum { ROWS = 32 };
+enum { ROWS = 32, ROWS_OF_TILES = 128 }; /* of a task; with more rows, AMX loads and transposes each block less often */
 
 typedef struct {
     int64_t sequence, start, first, count; /* new tokens first .. first + count; start: the first new token's row */
 } task;
 
-/* Memory of a task, all in one piece of scratch memory. `plain`, `scaled` and `block` hold floats or bf16. */
-typedef struct {
-    int half;
-    int64_t rows, query_width, value_width; /* widths rounded up to a multiple of 16, or 32 if half */
-    int64_t folded_page;                    /* page whose channel scales are in `scaled` and `bias`; -1: none */
-    float *query, *scores, *out, *maximum, *total, *zero_total, *query_sum, *bias;
-    char *plain, *scaled, *block;
-} state;
-
-/* One block of keys or values: its position, and the scales and zeros of its codes. */
-typedef struct {
-    int64_t position, tokens; /* position of the first token in the sequence; number of tokens */
-    float factor, scale[BLOCK], zero[BLOCK];
-    int has_scale, has_zero;
-} block;
+static int64_t whole_tiles(int64_t rows) { return (rows + 15) / 16 * 16; }
 
 /* ---- the two products; `s->block` first holds keys, then values ---- */
 
@@ -50,6 +37,13 @@ static void load_block(const state *s, const uint8_t *codes, int64_t token_strid
 
 static void score_block(const state *s, const char *query, int64_t tokens) {
     int64_t bytes = s->query_width * (s->half ? 2 : 4);
+#if QK_AMX
+    if (s->tiles) {
+        int32_t *pairs = (int32_t *)(s->block + BLOCK * bytes);
+        score_tiles(query, whole_tiles(s->rows), s->block, tokens, s->query_width, pairs, s->scores);
+        return;
+    }
+#endif
     if (s->half)
         dot_rows(query, bytes, s->rows, s->block, bytes, tokens, bytes, s->scores, 1);
     else
@@ -63,6 +57,12 @@ static void add_block(const state *s, int64_t tokens) {
     if (s->half) {
         char *pairs = s->block + BLOCK * width * 2;
         kv_pair_tokens((const uint16_t *)s->block, width, tokens, width, (uint16_t *)pairs);
+#if QK_AMX
+        if (s->tiles) {
+            add_value_tiles((char *)s->scores, whole_tiles(s->rows), pairs, tokens, width, s->out);
+            return;
+        }
+#endif
         add_rows(weights, stride, s->rows, pairs, (tokens + 1) / 2, width, s->out, 1);
         return;
     }
@@ -70,84 +70,24 @@ static void add_block(const state *s, int64_t tokens) {
     add_rows(weights, stride, s->rows, s->block, tokens, width, s->out, 0);
 }
 
-/* ---- online softmax of one block ---- */
-
-/* Return 16 scores of a row for the softmax: scaled, capped, and -inf for tokens outside from .. to, which the row does
-   not see. */
-QK_INLINE __m512 finish_scores(const float *scores, int64_t at, const block *keys, const state *s, int64_t row,
-                               float softcap, int64_t from, int64_t to) {
-    __m512 v = _mm512_mul_ps(_mm512_loadu_ps(scores + at), _mm512_set1_ps(keys->factor));
-    if (keys->has_scale)
-        v = _mm512_mul_ps(v, _mm512_loadu_ps(keys->scale + at));
-    if (keys->has_zero)
-        v = _mm512_fmadd_ps(_mm512_loadu_ps(keys->zero + at), _mm512_set1_ps(s->query_sum[row]), v);
-    v = _mm512_add_ps(v, _mm512_set1_ps(s->bias[row]));
-    if (softcap > 0)
-        v = _mm512_mul_ps(qk_tanh(_mm512_div_ps(v, _mm512_set1_ps(softcap))), _mm512_set1_ps(softcap));
-    __mmask16 seen = qk_lanes(at, to) & ~qk_lanes(at, from);
-    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, v);
-}
-
-QK_INLINE void rescale_row(const state *s, int64_t row, float factor) {
-    float *out = s->out + row * s->value_width;
-    for (int64_t k = 0; k < s->value_width; k += 16)
-        _mm512_storeu_ps(out + k, _mm512_mul_ps(_mm512_loadu_ps(out + k), _mm512_set1_ps(factor)));
-    s->total[row] *= factor;
-    s->zero_total[row] *= factor;
-}
-
-/* Replace the scores of a row by softmax weights times the scale of each token's value, as floats or bf16. */
-static void soften_row(const state *s, int64_t row, const block *keys, const block *values, float softcap,
-                       int64_t from, int64_t to) {
-    float *scores = s->scores + row * BLOCK;
-    __m512 highest = _mm512_set1_ps(-INFINITY), v[BLOCK / 16];
-    for (int64_t at = 0; at < keys->tokens; at += 16) {
-        v[at / 16] = finish_scores(scores, at, keys, s, row, softcap, from, to);
-        highest = _mm512_max_ps(highest, v[at / 16]);
-    }
-    float maximum = _mm512_reduce_max_ps(highest);
-    if (maximum > s->maximum[row]) {
-        if (s->maximum[row] > -INFINITY)
-            rescale_row(s, row, expf(s->maximum[row] - maximum));
-        s->maximum[row] = maximum;
-    }
-    maximum = from < to ? s->maximum[row] : 0; /* nothing seen yet: all weights are e^-inf */
-    __m512 total = _mm512_setzero_ps(), zero = total;
-    for (int64_t at = 0; at < keys->tokens; at += 16) {
-        __m512 weight = qk_exp(_mm512_sub_ps(v[at / 16], _mm512_set1_ps(maximum)));
-        total = _mm512_add_ps(total, weight);
-        if (values->has_zero)
-            zero = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values->zero + at), zero);
-        if (values->has_scale)
-            weight = _mm512_mul_ps(weight, _mm512_loadu_ps(values->scale + at));
-        if (s->half) /* all scores of the row are in registers by now */
-            _mm256_storeu_si256((__m256i *)((uint16_t *)scores + at), (__m256i)_mm512_cvtneps_pbh(weight));
-        else
-            _mm512_storeu_ps(scores + at, weight);
-    }
-    s->total[row] += _mm512_reduce_add_ps(total);
-    if (values->has_zero)
-        s->zero_total[row] += _mm512_reduce_add_ps(zero);
-}
-
 /* ---- blocks ---- */
 
-/* Load the scales and zeros of a block. Unused lanes become 0, because a weight of 0 times an undefined number may be
-   NaN. */
-static void load_scales(block *b, const kv_layer *layer, const kv_array *array, int64_t page, int64_t head,
-                        int64_t token) {
+/* Load the scales and zeros of `tokens` tokens from `token` of a page on, as those of the block's tokens from `at` on.
+   Unused lanes become 0, because a weight of 0 times an undefined number may be NaN. */
+static void load_scales(block *b, int64_t at, const kv_layer *layer, const kv_array *array, int64_t page, int64_t head,
+                        int64_t token, int64_t tokens) {
     b->has_scale = array->granularity == KV_TOKEN || (array->granularity == KV_TENSOR && array->fixed);
     b->has_zero = array->granularity == KV_TOKEN && array->zero >= 0;
-    for (int64_t at = 0; at < b->tokens; at += 16) {
-        __mmask16 lanes = qk_lanes(at, b->tokens);
+    for (int64_t t = 0; t < tokens; t += 16) {
+        __mmask16 lanes = qk_lanes(t, tokens);
         if (array->granularity == KV_TOKEN)
-            _mm512_storeu_ps(b->scale + at, qk_load_state(kv_scales(layer, array, array->scale, page, head, token), at,
-                                                          QK_F16, lanes));
+            _mm512_storeu_ps(b->scale + at + t,
+                             qk_load_state(kv_scales(layer, array, array->scale, page, head, token), t, QK_F16, lanes));
         else if (b->has_scale)
-            _mm512_storeu_ps(b->scale + at, _mm512_maskz_mov_ps(lanes, _mm512_set1_ps(array->fixed[head])));
+            _mm512_storeu_ps(b->scale + at + t, _mm512_maskz_mov_ps(lanes, _mm512_set1_ps(array->fixed[head])));
         if (b->has_zero)
-            _mm512_storeu_ps(b->zero + at, qk_load_state(kv_scales(layer, array, array->zero, page, head, token), at,
-                                                         QK_F16, lanes));
+            _mm512_storeu_ps(b->zero + at + t,
+                             qk_load_state(kv_scales(layer, array, array->zero, page, head, token), t, QK_F16, lanes));
     }
 }
 
@@ -195,35 +135,46 @@ static void load_residual(const attention *a, const state *s, int64_t row, int64
                    layer->residual_type, s->query_width);
 }
 
-/* Attend to cached tokens start .. start + tokens, all in one page. */
+/* Load cached keys or values of a block from their pages. */
+static void load_pages(const attention *a, const task *t, const state *s, const kv_array *array, int64_t head, block *b,
+                       int64_t stride) {
+    const kv_layer *layer = a->layer;
+    const int32_t *pages = a->batch->page_table + t->sequence * a->batch->table_stride;
+    for (int64_t at = 0, tokens; at < b->tokens; at += tokens) {
+        int64_t page = pages[(b->position + at) / layer->page_size], token = (b->position + at) % layer->page_size;
+        tokens = qk_min(layer->page_size - token, b->tokens - at);
+        load_scales(b, at, layer, array, page, head, token, tokens);
+        load_block(s, kv_codes(layer, array, page, head, token), kv_token_bytes(array->type, array->width), at, tokens,
+                   array->width, array->type, stride);
+    }
+}
+
+/* Whether blocks must not cross pages: each page has channel scales, or some pages are in the residual window. */
+static int is_page_wise(const kv_layer *layer) { return layer->key.granularity == KV_CHANNEL || layer->residual; }
+
+/* Attend to cached tokens start .. start + tokens, all in one page if `is_page_wise`. */
 static void attend_cached(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
                           int64_t position) {
     const kv_layer *layer = a->layer;
-    int64_t cached = position - t->first, number = start / layer->page_size, token = start % layer->page_size;
-    int64_t page = a->batch->page_table[t->sequence * a->batch->table_stride + number];
+    int64_t cached = position - t->first, number = start / layer->page_size;
     int is_residual = layer->residual && number >= cached / layer->page_size;
     int is_folded = layer->key.granularity == KV_CHANNEL && !is_residual;
     block keys = {.position = start, .tokens = tokens, .factor = 1}, values = keys;
-    if (is_residual) {
+    if (is_residual)
         load_residual(a, s, a->batch->residual_rows[t->sequence], head, start, tokens);
+    else
+        load_pages(a, t, s, &layer->key, head, &keys, s->query_width);
+    if (is_folded) {
+        int64_t page = a->batch->page_table[t->sequence * a->batch->table_stride + number];
+        if (s->folded_page != page)
+            fold_channels(a, s, page, head);
     } else {
-        load_scales(&keys, layer, &layer->key, page, head, token);
-        load_block(s, kv_codes(layer, &layer->key, page, head, token),
-                   kv_token_bytes(layer->key.type, layer->key.width), 0, tokens, layer->key.width, layer->key.type,
-                   s->query_width);
-    }
-    if (is_folded && s->folded_page != page)
-        fold_channels(a, s, page, head);
-    else if (!is_folded)
         unfold(s);
-    if (!is_folded && s->half)
-        keys.factor = a->scale;
+        keys.factor = s->half ? a->scale : 1;
+    }
     score_block(s, is_folded ? s->scaled : s->plain, tokens);
-    load_scales(&values, layer, &layer->value, page, head, token);
+    load_pages(a, t, s, &layer->value, head, &values, s->value_width);
     soften_block(a, s, &keys, &values, position);
-    load_block(s, kv_codes(layer, &layer->value, page, head, token),
-               kv_token_bytes(layer->value.type, layer->value.width), 0, tokens, layer->value.width, layer->value.type,
-               s->value_width);
     add_block(s, tokens);
 }
 
@@ -280,12 +231,13 @@ static void store_outputs(const attention *a, const task *t, state *s, int64_t h
 
 /* Allocate the memory of a task with `rows` rows. Returns 1, or 0 if out of memory. */
 static int allocate_state(state *s, const attention *a, int64_t rows) {
-    int half = a->type == QK_BF16 && QK_AVX512;
+    int half = a->type == QK_BF16 && QK_AVX512, tiles = half && rows >= 16 && qk_has_amx();
     int64_t unit = half ? 32 : 16;
     int64_t wide = (a->layer->key.width + unit - 1) / unit * unit, deep = (a->layer->value.width + unit - 1) / unit * unit;
     int64_t widest = qk_max(wide, deep);
-    int64_t sizes[] = {rows * wide, rows * BLOCK, rows * deep, rows, rows, rows, rows, rows,
-                       rows * wide, rows * wide,  BLOCK * widest}; /* in floats; in bf16, pairs take half of `block` */
+    int64_t held = tiles ? whole_tiles(rows) : rows;
+    int64_t sizes[] = {held * wide, held * BLOCK, held * deep, rows, rows, rows, rows, rows,
+                       held * wide, held * wide,  BLOCK * widest}; /* in floats; in bf16, pairs take half of `block` */
     void **fields[] = {(void **)&s->query,     (void **)&s->scores,     (void **)&s->out,       (void **)&s->maximum,
                       (void **)&s->total,     (void **)&s->zero_total, (void **)&s->query_sum, (void **)&s->bias,
                       (void **)&s->plain,     (void **)&s->scaled,     (void **)&s->block};
@@ -299,7 +251,7 @@ static int allocate_state(state *s, const attention *a, int64_t rows) {
         *fields[i] = memory;
         memory += (size_t)(sizes[i] + 15) / 16 * 64;
     }
-    s->half = half, s->rows = rows, s->query_width = wide, s->value_width = deep;
+    s->half = half, s->tiles = tiles, s->rows = rows, s->query_width = wide, s->value_width = deep;
     s->plain = half ? s->plain : (char *)s->query;
     memset(s->out, 0, (size_t)(rows * deep) * sizeof(float));
     memset(s->total, 0, (size_t)rows * sizeof(float));
@@ -315,10 +267,13 @@ static int run_task(const attention *a, const task *t, int64_t head) {
     int64_t cached = a->batch->context_lengths[t->sequence] - a->batch->query_lengths[t->sequence];
     int64_t position = cached + t->first; /* position of the first query */
     int64_t seen = a->window ? qk_max(0, position - a->window + 1) : 0;
+#if QK_AMX
+    if (s.tiles) qk_shape_tiles(16, 16);
+#endif
     load_queries(a, t, &s, head);
     unfold(&s);
     for (int64_t at = seen; at < cached;) {
-        int64_t tokens = qk_min(qk_min(step, size - at % size), cached - at);
+        int64_t tokens = qk_min(is_page_wise(a->layer) ? qk_min(step, size - at % size) : step, cached - at);
         attend_cached(a, t, &s, head, at, tokens, position);
         at += tokens;
     }
@@ -327,14 +282,19 @@ static int run_task(const attention *a, const task *t, int64_t head) {
         attend_fresh(a, t, &s, head, at, tokens, position);
         at += tokens;
     }
+#if QK_AMX
+    if (s.tiles) _tile_release();
+#endif
     store_outputs(a, t, &s, head);
     return 0;
 }
 
-/* Divide the batch into tasks of at most ROWS rows (or of one token). Returns their number, or -1 if out of memory. */
+/* Divide the batch into tasks of at most ROWS or ROWS_OF_TILES rows (or of one token). Returns their number, or -1 if
+   out of memory. */
 static int64_t cut_tasks(const attention *a, task **tasks, double *work) {
     const kv_batch *batch = a->batch;
-    int64_t per_task = qk_max(1, ROWS / a->group), count = 0, start = 0;
+    int64_t rows = QK_AMX && a->type == QK_BF16 && qk_has_amx() ? ROWS_OF_TILES : ROWS;
+    int64_t per_task = qk_max(1, rows / a->group), count = 0, start = 0;
     for (int64_t i = 0; i < batch->sequences; i++)
         count += (batch->query_lengths[i] + per_task - 1) / per_task;
     *tasks = qk_scratch(QK_SLOT_ATTENTION_A, (size_t)(count + 1) * sizeof(task));

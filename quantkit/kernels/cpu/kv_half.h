@@ -38,6 +38,11 @@ QK_INLINE void kv_dequantize_half(const uint8_t *codes, int64_t token_stride, in
             continue;
         }
         for (int64_t k = 0; k < width; k += 32) {
+            if (type == KV_BF16) {
+                __mmask32 lanes = width - k >= 32 ? 0xFFFFFFFFu : (1u << (width - k)) - 1;
+                _mm512_storeu_si512(out + k, _mm512_maskz_loadu_epi16(lanes, codes + 2 * k));
+                continue;
+            }
             __m512 low = kv_floats(codes, k, width, type), high = kv_floats(codes, k + 16, width, type);
             _mm512_storeu_si512(out + k, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
