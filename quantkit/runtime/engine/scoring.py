@@ -19,6 +19,9 @@ from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.types import PromptScores, PromptScoring, SamplingParams, ScoredText
 
+# Number of logits that are scored at once.
+_ELEMENTS, _ELEMENTS_ON_GPU = 1 << 21, 1 << 28
+
 
 @dataclass(slots=True, eq=False)
 class ScoringInput:
@@ -85,6 +88,16 @@ def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> Pr
     )
 
 
+def _score(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the log-probability of one token per row of logits (R, V) and whether it is the likeliest, (R,) each, and
+    the `most` largest log-probabilities with their tokens, (R, most) each.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    values, ids = logits.topk(most)
+    own = logits.gather(-1, tokens.unsqueeze(-1)) - total
+    return own.squeeze(-1), logits.max(-1).indices == tokens, values - total, ids
+
+
 def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChunk]]) -> None:
     """Collect the requested scores from a step's logits, for all sequences at once.
 
@@ -116,16 +129,16 @@ def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChu
     if not tokens:
         return
     row, token = send(logits.device, np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64))
-    table = logits.log_softmax(-1)
-    logprobs = table[row, token].cpu()
-    greedy = (logits.argmax(-1)[row] == token).cpu()
     # One call with the largest number that a request asks for; each request then takes its own number.
     most = max(0 if scores.top is None else scores.top[0].shape[1] for scores, _ in slices)
-    values, ids = (part.cpu() for part in table[row].topk(most)) if most else (None, None)
+    # In small parts, so that no copy of all logits is needed, and the parts stay in the cache.
+    size = max(1, (_ELEMENTS if logits.device.type == "cpu" else _ELEMENTS_ON_GPU) // logits.shape[1])
+    parts = [_score(logits[some], own, most) for some, own in zip(row.split(size), token.split(size), strict=True)]
+    logprobs, greedy, values, ids = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
     at = 0
     for scores, part in slices:
         own = slice(at, at := at + part.stop - part.start)
         scores.logprobs[part], scores.greedy[part] = logprobs[own], greedy[own]
-        if scores.top is not None and ids is not None and values is not None:
+        if scores.top is not None:
             width = scores.top[0].shape[1]
             scores.top[0][part], scores.top[1][part] = ids[own, :width], values[own, :width]
