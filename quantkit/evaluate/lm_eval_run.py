@@ -84,7 +84,7 @@ def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -
     return model
 
 
-def _simple_evaluate(model: Any, tasks: list[Any], limit: int | None, options: EvaluationOptions, seed: int) -> Any:
+def _simple_evaluate(model: Any, tasks: list[Any], limit: float | None, options: EvaluationOptions, seed: int) -> Any:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -45,6 +45,7 @@ def evaluate(
     *,
     progress: Progress | None = None,
     traces: Sequence[Trace] | None = None,
+    share: int = 1,
     **asked_for: Any,
 ) -> EvaluationResult:
     """Evaluate one model.
@@ -56,6 +57,7 @@ def evaluate(
         options: options of the evaluation; None = the suite `quick`, or no suite if `asked_for` has any fields.
         progress: callback for lines of progress.
         traces: the model's answers to the behaviour test, if they exist already; None = let the model answer now.
+        share: only the first 1 / `share` of each task's items and of each text's windows are asked.
         asked_for: fields of `EvaluationOptions` that override `options`.
     Raises:
         DataError: there is nothing to evaluate, a task or text is not available, or lm-eval is missing.
@@ -65,6 +67,7 @@ def evaluate(
     say = progress or (lambda _: None)
     began = time.perf_counter()
     asked, seed, left_out = questions_for(llm, options)
+    asked = asked.sample(share) if share > 1 else asked
     plan = behaviour_plan(llm, options)
     if not (asked.tasks or asked.perplexity or asked.long_context or plan):
         raise DataError("nothing to evaluate: give tasks, texts, prompts or a suite")

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +24,7 @@ from quantkit.evaluate.perplexity import DEFAULT_WINDOW
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_yaml, read_text, shorten
 
 Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class _Part(BaseModel):
@@ -77,17 +78,26 @@ class Asked(_Part):
 
     Args:
         tasks: task names, as for --tasks.
-        limit: items per task; None = all.
+        limit: items per task, or a share of them below 1; None = all.
         perplexity: texts whose perplexity is measured.
         long_context: lengths and depths; None = no such test.
         behaviour: prompts of a behaviour test; None = no such test.
     """
 
     tasks: tuple[str, ...] = ()
-    limit: Count | None = None
+    limit: Count | Share | None = None
     perplexity: tuple[Text, ...] = ()
     long_context: LongContext | None = None
     behaviour: Behaviour | None = None
+
+    def sample(self, share: int) -> Self:
+        """Return the same questions, but only the first 1 / `share` of each task's items and of each text's windows."""
+        limit = 1 / share if self.limit is None else -(-self.limit // share)
+        texts = [
+            text if text.max_windows is None else text.model_copy(update={"max_windows": -(-text.max_windows // share)})
+            for text in self.perplexity
+        ]
+        return self.model_copy(update={"limit": limit, "perplexity": tuple(texts)})
 
 
 class Suite(_Part):

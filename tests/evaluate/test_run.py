@@ -95,6 +95,20 @@ def test_the_same_model_again_differs_in_nothing(result, demo, suite):
     assert all(item.difference == pytest.approx(0, abs=1e-4) for item in compared)
 
 
+def test_a_share_asks_the_first_items_and_windows_of_each_part(demo, suite, result):
+    part = evaluate(demo, EvaluationOptions(suite=suite), share=2)
+    assert part.settings["limit"] == "6"
+    for task, whole in zip(part.tasks, result.tasks, strict=True):
+        assert [sample.item_hash for sample in task.samples] == [sample.item_hash for sample in whole.samples[:6]]
+    assert [text.window_tokens for text in part.perplexity] == [text.window_tokens[:1] for text in result.perplexity]
+
+
+def test_a_share_of_all_items_is_a_share(demo):
+    (task,) = evaluate(demo, EvaluationOptions(suite=None, tasks=("demo_facts",)), share=40).tasks
+    (whole,) = evaluate(demo, EvaluationOptions(suite=None, tasks=("demo_facts",), limit=1000)).tasks
+    assert task.num_samples == -(-whole.num_samples // 40) < whole.num_samples
+
+
 def test_options_add_to_the_suite_and_replace_its_limit(demo, suite, tmp_path):
     text = tmp_path / "mine.txt"
     text.write_text("What is the flag of Marstad? " * 9)

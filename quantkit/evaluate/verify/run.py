@@ -50,7 +50,7 @@ OF_THE_COMPRESSION = (
     *("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate"),
     *("kv_cache_dtype", "speculative_config", "quantization"),
 )
-_NOISE_SHARE = 4  # noise is measured on a quarter of the text
+_NOISE_SHARE = 4  # noise is measured on a quarter of the items and of the texts
 BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
 
 
@@ -203,7 +203,7 @@ class _Verification:
         dtype = other_arithmetic(dtype_name(original.model.dtype))
         self.progress(f"noise: the original again, in {dtype}")
         other = load_llm(str(source), **{**plain, "dtype": dtype})
-        noise = self._evaluate(other, f"original in {dtype} (3 of 3)", behaviour=False)
+        noise = self._evaluate(other, f"original in {dtype} (3 of 3)", behaviour=False, share=_NOISE_SHARE)
         return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
@@ -252,14 +252,20 @@ class _Verification:
         return compare_behaviour(llm, original, own, (theirs, ours), say), (theirs, ours), notes
 
     def _evaluate(
-        self, llm: Evaluated, name: str, traces: Sequence[Trace] | None = None, *, behaviour: bool | None = None
+        self,
+        llm: Evaluated,
+        name: str,
+        traces: Sequence[Trace] | None = None,
+        *,
+        behaviour: bool | None = None,
+        share: int = 1,
     ) -> EvaluationResult | None:
         """Evaluate one model; None if there are no tasks, texts or prompts."""
         asked = self.options.evaluation
         asked = asked if behaviour is None else replace(asked, behaviour=behaviour, prompts=None)
         if asked.suite is None and not (asked.tasks or asked.texts or asked.behaviour or asked.prompts):
             return None
-        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"), traces=traces)
+        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"), traces=traces, share=share)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
         """Add a sensitivity map to the report if it was requested or an accuracy gate failed.
@@ -297,7 +303,7 @@ class _Verification:
         text: list[Any] = []  # name, content, notes and windows; the first model cuts the windows
 
         def ask(
-            name: str, path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any], behaviour: bool | None = None
+            name: str, path: Path, vllm: Mapping[str, Any], settings: Mapping[str, Any], **asked: Any
         ) -> tuple[EvaluationResult | None, TopReading]:
             self.progress(f"{name}: loading into vLLM")
             with VllmLLM(path, options=vllm, **settings) as llm:
@@ -305,7 +311,7 @@ class _Verification:
                     text.extend(_find_text(llm, self.options))
                     text.append(fixed_windows(llm, text[1], max_tokens=_fidelity_tokens(self.options)))
                 reading = read_top(llm, text[-1])
-                return self._evaluate(llm, name, behaviour=behaviour), reading
+                return self._evaluate(llm, name, **asked), reading
 
         baseline, original = ask("original", source, of_the_original(vllm), plain)
         ours, reading = ask("checkpoint", path, vllm, engine)
@@ -313,7 +319,8 @@ class _Verification:
         if self.options.noise:
             dtype = other_arithmetic(original.arithmetic)
             other = {**plain, "dtype": dtype}
-            noise, again = ask(f"original in {dtype}", source, of_the_original(vllm), other, behaviour=False)
+            name, settings = f"original in {dtype}", of_the_original(vllm)
+            noise, again = ask(name, source, settings, other, behaviour=False, share=_NOISE_SHARE)
             noise_fidelity = top_fidelity(again, original, data=text[0])
         return self._report(
             text[2],

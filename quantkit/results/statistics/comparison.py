@@ -3,8 +3,9 @@ alone would change the results.
 
 The noise floor of a number is how much the original's result changes when the original computes in another dtype. It is
 the larger of two changes: the observed one, and the one that the same number of changed items would cause by chance if
-gains and losses were equally likely. A difference within the noise floor is called noise, whatever its p-value, in both
-directions: a recovery of 101 % may be noise too.
+gains and losses were equally likely. If only a share of the items was asked in the other dtype, both changes are
+multiplied by the square root of that share, because chance changes the mean of more items less. A difference within the
+noise floor is called noise, whatever its p-value, in both directions: a recovery of 101 % may be noise too.
 """
 
 import math
@@ -81,7 +82,7 @@ def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | No
     if value.metric != baseline.metric:
         raise ReportError(f"task {value.task}: metric {value.metric!r} cannot be compared with {baseline.metric!r}")
     pairs = _paired(value, baseline)
-    floor = None if noise is None or pairs is None else _noise_floor([_paired(noise, baseline)])
+    floor = None if noise is None or pairs is None else _noise_floor([_changes(noise, baseline, len(pairs[0]))])
     result = _unpaired(value, baseline) if pairs is None else compare_pairs([pairs])
     if not value.higher_is_better:
         # Inversion turns an interval round: its upper end becomes the lower one.
@@ -112,7 +113,9 @@ def compare_perplexity(
     before, after = baseline.perplexity, value.perplexity
     floor = None
     if noise is not None:
-        shift, spread, _ = _log_ratio(noise, baseline)
+        count, share = len(noise.window_nll), len(noise.window_nll) / len(baseline.window_nll)
+        same = replace(baseline, window_nll=baseline.window_nll[:count], window_tokens=baseline.window_tokens[:count])
+        shift, spread, _ = (math.sqrt(share) * (each or 0.0) for each in _log_ratio(noise, same))
         # Convert the log-ratio to a difference of perplexities, the unit of the floor. A single window has no spread.
         floor = before * math.expm1(abs(shift) if math.isinf(spread) else max(abs(shift), spread))
     known = not math.isinf(reach)
@@ -184,16 +187,28 @@ def _paired(value: TaskResult, baseline: TaskResult) -> Pairs | None:
     return ([b.scores[metric] for b, _ in common], [v.scores[metric] for _, v in common]) if common else None
 
 
-def _noise_floor(tasks: Sequence[Pairs | None]) -> float | None:
-    """Return the noise floor of the mean over tasks; None if a task was not evaluated in another dtype."""
-    known = [pairs for pairs in tasks if pairs is not None]
+def _changes(noise: TaskResult, baseline: TaskResult, count: int) -> list[float] | None:
+    """Return the changes of the items' scores in another dtype, scaled to a task of `count` items; None if samples were
+    not kept.
+    """
+    pairs = _paired(noise, baseline)
+    if pairs is None:
+        return None
+    scale = math.sqrt(len(pairs[0]) / count)
+    return [scale * (after - before) for before, after in zip(*pairs, strict=True)]
+
+
+def _noise_floor(tasks: Sequence[list[float] | None]) -> float | None:
+    """Return the noise floor of the mean over tasks from the changes of their items; None if a task has no changes,
+    because it was not evaluated in another dtype.
+    """
+    known = [changes for changes in tasks if changes is not None]
     if not known or len(known) < len(tasks):
         return None
-    changes = [[v - b for b, v in zip(*pairs, strict=True)] for pairs in known]
-    shift = abs(math.fsum(math.fsum(change) / len(change) for change in changes)) / len(changes)
-    spread = math.sqrt(math.fsum(math.fsum(c * c for c in change) / len(change) ** 2 for change in changes))
+    shift = abs(math.fsum(math.fsum(change) / len(change) for change in known)) / len(known)
+    spread = math.sqrt(math.fsum(math.fsum(c * c for c in change) / len(change) ** 2 for change in known))
     # The shift may be zero by luck although many items flip. The spread is the shift that so many flips make by chance.
-    return max(shift, NORMAL.inv_cdf(0.5 + CONFIDENCE / 2) * spread / len(changes))
+    return max(shift, NORMAL.inv_cdf(0.5 + CONFIDENCE / 2) * spread / len(known))
 
 
 def _compare_mean(triples: Sequence[tuple[TaskResult, TaskResult, TaskResult | None]]) -> Comparison | None:
@@ -201,7 +216,10 @@ def _compare_mean(triples: Sequence[tuple[TaskResult, TaskResult, TaskResult | N
     if not triples:
         return None
     pairs = [_paired(value, baseline) or ([], []) for value, baseline, _ in triples]
-    noise = [None if other is None else _paired(other, baseline) for _, baseline, other in triples]
+    noise = [
+        None if other is None else _changes(other, baseline, len(own[0]))
+        for (_, baseline, other), own in zip(triples, pairs, strict=True)
+    ]
     metrics = {value.metric for value, _, _ in triples}
     name = metrics.pop() if len(metrics) == 1 else "main metric"
     return _comparison(compare_pairs(pairs), ALL_TASKS, name, _noise_floor(noise))

@@ -75,6 +75,24 @@ def test_a_shift_of_the_original_itself_widens_its_floor():
     assert compare_task(task(ORIGINAL), task(ORIGINAL), task(flipped(50, 0))).noise_floor == pytest.approx(0.05)
 
 
+def test_noise_of_a_quarter_of_the_items_is_scaled_to_all():
+    """By chance alone, four times the items change the mean half as much; a quarter with equal flips is a quarter."""
+    again = task(flipped(20, 8))
+    quarter = dataclasses.replace(again, samples=again.samples[::4])
+    flips = sum(a.scores != b.scores for a, b in zip(quarter.samples, task(ORIGINAL).samples[::4], strict=True))
+    floor = compare_task(task(ORIGINAL), task(ORIGINAL), quarter).noise_floor
+    assert floor == pytest.approx(1.96 * math.sqrt(flips / 250 / 1000), rel=1e-3)
+
+
+def test_noise_of_the_first_windows_is_scaled_to_all():
+    rng = random.Random(2)
+    before = [200 + rng.gauss(0, 30) for _ in range(400)]
+    again = [b + rng.gauss(0, 0.5) for b in before]
+    whole = compare_perplexity(text(before), text(before), text(again)).noise_floor
+    part = compare_perplexity(text(before), text(before), text(again[:100])).noise_floor
+    assert part == pytest.approx(whole, rel=0.3)
+
+
 def test_items_are_paired_by_index_and_only_those_both_answered_count():
     longer = task(ORIGINAL)
     shorter = dataclasses.replace(longer, samples=longer.samples[100:500][::-1])
