@@ -20,6 +20,7 @@ MEANING = {
     "gguf-q4_k": ("q4_k", ("gptq",)),
     "gguf-q5_k": ("q5_k", ("gptq",)),
     "gptq-int4": ("int4 g128", ("gptq",)),
+    "gptq-int4-asym": ("int4 g128 asym", ("gptq",)),
     "gptq-int8": ("int8 channel", ("gptq",)),
     "kv-fp8": (None, ()),
     "mxfp4": ("mxfp4 g32", ("gptq",)),
