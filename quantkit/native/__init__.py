@@ -6,9 +6,10 @@
         multiply(tensor.data_ptr(), len(tensor))
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; all code shares the
-thread pool of torch's OpenMP. `build` says where libraries come from. Without AVX2 or without a compiled library, torch
-computes; `status` and one warning per process say why. For tests and comparisons, `QUANTKIT_NATIVE=0` disables all C
-code, `QUANTKIT_NATIVE=avx512` disables AMX, and `QUANTKIT_NATIVE=avx2` disables AMX and AVX-512.
+thread pool of torch's OpenMP. `build` says where libraries come from. Without AVX2, without NEON's dot products, or
+without a compiled library, torch computes; `status` and one warning per process say why. For tests and comparisons,
+`QUANTKIT_NATIVE=0` disables all C code, `QUANTKIT_NATIVE=avx512` disables AMX, and `QUANTKIT_NATIVE=avx2` disables AMX
+and AVX-512.
 """
 
 import ctypes
@@ -68,14 +69,16 @@ class Library:
         try:
             path = find_library(self._sources, widest=os.environ.get("QUANTKIT_NATIVE"))
             loaded = load_library(path)
-            return loaded, f"compiled by {compiler_of(path)}; uses {_instructions(loaded)}"
+            return loaded, f"compiled by {compiler_of(path)}; uses {_instructions(loaded, path.name)}"
         except (BuildError, OSError) as error:
             _warn_once(str(error))
             return None, f"off: {error}"
 
 
-def _instructions(loaded: ctypes.CDLL) -> str:
-    """Return the instructions used by a loaded library, which may be fewer than the CPU has."""
+def _instructions(loaded: ctypes.CDLL, name: str) -> str:
+    """Return the instructions used by a loaded library with this file name, which may be fewer than the CPU has."""
+    if name.startswith("neon-"):
+        return "NEON with dot products"
     amx = ", AMX" if loaded.qk_has_amx() else ""
     return f"AVX-512 with BF16 and VNNI{amx}" if loaded.qk_has_avx512() else "AVX2"
 

@@ -11,19 +11,28 @@ This module uses only the standard library at import, because `setup.py` imports
 import ctypes
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni")
-INSTRUCTION_SETS = {"amx": (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"), "avx512": _AVX512, "avx2": _AVX2}
+INSTRUCTION_SETS = {
+    "amx": (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "neon": ("asimd", "atomics", "asimddp"),
+}
 """By name, the CPU flags (as Linux names them) that a library is compiled for, the widest first. They are all that the
 C files ask for, as QK_AVX512 in quantkit.h does.
 """
+OF_MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
+"""Names in INSTRUCTION_SETS by machine, as `platform.machine()` and compilers call it."""
 
 _UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
 _COMPILE = ("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fopenmp", *_UNREAD)
@@ -65,11 +74,12 @@ def suitable_sets(widest: str | None = None) -> list[str]:
     Raises:
         BuildError: this CPU has none of them.
     """
-    flags, names = cpu_flags(), list(INSTRUCTION_SETS)
-    if not flags:
-        raise BuildError("they need Linux on x86-64")
+    flags, names = cpu_flags(), OF_MACHINES.get(platform.machine(), ())
+    if not flags or not names:
+        machines = " and ".join(OF_MACHINES)
+        raise BuildError(f"they are for Linux on {machines}, not for {sys.platform} on {platform.machine()}")
     allowed = names[names.index(widest) :] if widest in names else names
-    if missing := [flag for flag in _AVX2 if flag not in flags]:
+    if missing := [flag for flag in INSTRUCTION_SETS[names[-1]] if flag not in flags]:
         raise BuildError(f"this CPU has no {missing[0]}")
     return [name for name in allowed if flags.issuperset(INSTRUCTION_SETS[name])]
 
@@ -84,6 +94,9 @@ def library_file(sources: Path, name: str) -> Path:
 
 def compile_flags(name: str) -> tuple[str, ...]:
     """Return the compiler's flags for an instruction set, which are the same on every build machine."""
+    if name == "neon":
+        # Without the last option, GCC moves so many loads to the front that sums leave the registers.
+        return (*_COMPILE, "-march=armv8.2-a+dotprod", "-fno-schedule-insns")
     as_options = (flag.replace("avx512_", "avx512").replace("_", "-") for flag in INSTRUCTION_SETS[name])
     return (*_COMPILE, *[f"-m{option}" for option in as_options])
 
@@ -97,6 +110,15 @@ def knows(compiler: str, name: str) -> bool:
     return True
 
 
+def machine_of(compiler: str) -> str:
+    """Return the machine that a compiler compiles for, such as aarch64; this machine if the compiler does not say.
+
+    Raises:
+        BuildError: the compiler failed.
+    """
+    return _run([compiler, "-dumpmachine"]).partition("-")[0].strip() or platform.machine()
+
+
 def compiler_of(library: Path) -> str:
     """Return the name and version of the compiler that made a library, as it wrote them there."""
     version = re.search(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+", library.read_bytes())
@@ -105,7 +127,7 @@ def compiler_of(library: Path) -> str:
 
 def cpu_flags() -> frozenset[str]:
     """Return instruction sets by their Linux names; empty on other systems."""
-    line = re.search(r"^flags\s*:(.*)$", _said_by_linux("cpuinfo"), re.MULTILINE)
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", _said_by_linux("cpuinfo"), re.MULTILINE)
     return frozenset(line.group(1).split()) if line else frozenset()
 
 
@@ -160,7 +182,10 @@ def compile_folder(compiler: str, sources: Path, name: str) -> None:
     Raises:
         BuildError: the compiler failed; the message has its first line.
     """
-    compile_library(compiler, compile_flags(name), sorted(sources.glob("*.c")), library_file(sources, name))
+    # Not one of the flags that name the library, because the path differs between build machines.
+    include = ("-I", str(Path(__file__).parent / "aarch64")) if name == "neon" else ()
+    flags, files = (*compile_flags(name), *include), sorted(sources.glob("*.c"))
+    compile_library(compiler, flags, files, library_file(sources, name))
 
 
 def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,10 @@ OF_NUMERICS = ["../compress/algorithms/test_gptq_loop.py", "../numerics/test_mat
 FOLDER = Path(cpu.__file__).parent
 SOURCE = '__attribute__((visibility("default"))) int answer(void) { return 42; }\n'
 
+CROSS_COMPILER = "aarch64-linux-gnu-gcc"
+
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
+only_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 
 
 def test_it_is_switched_off_by_the_environment(monkeypatch):
@@ -39,7 +43,8 @@ def test_the_status_names_the_compiler_and_what_the_library_uses():
     assert cpu.status().startswith("compiled by ")
     for room in (cpu, numerics):
         amx = ", AMX" if room.library().qk_has_amx() else ""
-        uses = f"uses AVX-512 with BF16 and VNNI{amx}" if room.has_avx512() else "uses AVX2"
+        narrow = "AVX2" if platform.machine() == "x86_64" else "NEON with dot products"
+        uses = f"uses AVX-512 with BF16 and VNNI{amx}" if room.has_avx512() else f"uses {narrow}"
         assert room.status().endswith(uses)
 
 
@@ -59,8 +64,54 @@ ALL = frozenset(build.INSTRUCTION_SETS["amx"])
     ],
 )
 def test_the_cpu_and_the_user_decide_which_libraries_are_suitable(monkeypatch, without, widest, names):
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build, "cpu_flags", lambda: ALL - set(without))
     assert build.suitable_sets(widest) == names
+
+
+# Of an Ampere Altra and a Raspberry Pi 4.
+NEOVERSE_N1 = """processor	: 0
+Features	: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
+CPU implementer	: 0x41
+"""
+CORTEX_A72 = """processor	: 0
+Features	: fp asimd evtstrm crc32 cpuid
+"""
+
+
+@pytest.mark.parametrize("widest", [None, "avx2", "neon"])
+def test_a_cpu_of_arm_with_dot_products_has_one_library(monkeypatch, widest):
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(build, "_said_by_linux", lambda name: NEOVERSE_N1)
+    assert build.suitable_sets(widest) == ["neon"]
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "said", "reason"),
+    [
+        ("linux", "aarch64", CORTEX_A72, "this CPU has no atomics"),
+        ("linux", "riscv64", "", "they are for Linux on x86_64 and aarch64, not for linux on riscv64"),
+        ("darwin", "arm64", "", "they are for Linux on x86_64 and aarch64, not for darwin on arm64"),
+    ],
+)
+def test_other_machines_are_told_why_there_is_no_library(monkeypatch, system, machine, said, reason):
+    monkeypatch.setattr(build.sys, "platform", system)
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(build, "_said_by_linux", lambda name: said)
+    with pytest.raises(build.BuildError, match=reason):
+        build.suitable_sets()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason=f"there is no {CROSS_COMPILER}")
+@pytest.mark.parametrize("folder", [FOLDER, Path(numerics.__file__).parent], ids=["kernels", "numerics"])
+def test_all_c_files_compile_for_aarch64(folder, tmp_path):
+    for file in folder.glob("*.[ch]"):
+        shutil.copy(file, tmp_path)
+    assert build.machine_of(CROSS_COMPILER) == "aarch64"
+    build.compile_folder(CROSS_COMPILER, tmp_path, "neon")
+    machine = build.library_file(tmp_path, "neon").read_bytes()[18:20]
+    assert machine == b"\xb7\x00"  # EM_AARCH64 of elf.h
 
 
 def test_a_compiler_asks_for_what_the_cpu_has_to_have():
@@ -73,11 +124,13 @@ def test_a_compiler_asks_for_what_the_cpu_has_to_have():
 @pytest.fixture
 def checkout(monkeypatch, tmp_path):
     """The kernels' folder of a checkout on a CPU with AVX2, and in it the smallest of the C files; all take seconds."""
+    if platform.machine() != "x86_64":
+        pytest.skip("instruction sets of x86-64")
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.INSTRUCTION_SETS["avx2"]))
     (tmp_path / "pyproject.toml").touch()
     sources = tmp_path / "quantkit/kernels/cpu"
     sources.mkdir(parents=True)
-    for name in ("quantkit.h", "amx.h", "avx2.h", "scratch.c"):
+    for name in ("quantkit.h", "amx.h", "avx2.h", "emulated.h", "scratch.c"):
         shutil.copy(FOLDER / name, sources)
     return sources
 
@@ -126,6 +179,7 @@ def test_an_installed_program_takes_the_widest_library_and_compiles_nothing(chec
     assert build.find_library(checkout, widest="avx2") == build.library_file(checkout, "avx2")
 
 
+@only_x86
 def test_a_cpu_without_avx2_has_no_library(monkeypatch):
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
     library = Library(FOLDER)
@@ -157,7 +211,7 @@ def test_the_files_that_wider_cpus_run_again_are_there(request):
 
 
 @needs_compiler
-@pytest.mark.skipif(cpu.library() is None or not cpu.has_avx512(), reason="the tests beside this one use AVX2 already")
+@pytest.mark.skipif(cpu.library() is None or not cpu.has_avx512(), reason="the tests beside this one do without it")
 def test_the_kernels_without_avx512_pass_the_same_tests(request):
     done = run_again_with("avx2", [*OF_KERNELS, *OF_NUMERICS], request.path.parent)
     assert done.returncode == 0, done.stdout[-2000:]
@@ -292,5 +346,5 @@ def test_there_is_one_openmp_in_the_process():
 
 def test_the_sources_are_packaged():
     pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for folder in ("kernels/cpu", "numerics/native"):
-        assert f"{folder}/*.[ch]" in pyproject
+    for files in ("kernels/cpu/*.[ch]", "numerics/native/*.[ch]", "native/aarch64/*.h"):
+        assert files in pyproject

@@ -12,7 +12,7 @@
        QK_FP8   as QK_W8, codes in e4m3                                                           128
        QK_H8    [half 2][quarter 4][block 2][lane 4][e, o] bytes; an int8 code c is stored as     128
                 sign | m, where c + 1/2 = +-(m + 1/2). For inputs in bf16, whose 8 significant bits hold c + 1/2
-       QK_U8    for a quad of inputs: [block 4][lane 16][4] bytes, the code + 128                 256
+       QK_U8    for a quad of inputs: [block 4][lane 16][4] bytes, code + QK_OFFSET                 256
 
    Scales and zeros are [panel][group][64]. */
 #pragma once
@@ -32,6 +32,13 @@ typedef struct QkLinear {
 } QkLinear;
 
 enum { QK_PANEL = 64, QK_ROWS = 256 };  /* outputs per panel; tokens whose results of a panel are kept at once */
+
+/* What is added to the codes of QK_U8: x86 multiplies unsigned by signed bytes, NEON signed by signed bytes. */
+#ifdef __aarch64__
+enum { QK_OFFSET = 0 };
+#else
+enum { QK_OFFSET = 128 };
+#endif
 
 /* Without this pragma, GCC keeps the sums in memory before and after a loop. */
 #define UNROLL _Pragma("GCC unroll 8")

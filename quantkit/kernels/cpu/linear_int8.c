@@ -1,7 +1,7 @@
 /* y = x w' for int8 weights and inputs rounded to int8 per token: integer products, exact sums.
 
-   vpdpbusd multiplies unsigned by signed bytes, so codes of weights are stored plus 128. At the end of a group,
-   (128 + zero point) * (sum of the inputs) is subtracted. */
+   On x86, vpdpbusd multiplies unsigned by signed bytes, so codes of weights are stored plus 128. At the end of a group,
+   (QK_OFFSET + zero point) * (sum of the inputs) is subtracted. */
 #include "amx.h"
 #include "linear.h"
 
@@ -60,32 +60,50 @@ QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t st
     END(0) END(1) END(2) END(3) END(4) END(5)
 }
 #else
-/* Multiply `blocks` blocks of 16 outputs from `block` on. Bytes become 16-bit words, so that sums of products are
-   exact. */
+/* A vector of sums, one per output. `add_products` adds the products of four codes of each output with four inputs. */
+#ifdef __aarch64__
+typedef int32x4_t Sums;
+QK_INLINE Sums add_products(Sums sums, Sums codes, int32_t inputs) {
+    return vdotq_s32(sums, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(inputs));
+}
+#else
+typedef __m256i Sums;
+/* Bytes become 16-bit words, so that sums of products are exact. */
+QK_INLINE Sums add_products(Sums sums, Sums codes, int32_t inputs) {
+    __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(codes, 8);
+    __m256i input = _mm256_set1_epi32(inputs);
+    __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(input, 8), 8), high = _mm256_srai_epi16(input, 8);
+    return _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_madd_epi16(even, low), _mm256_madd_epi16(odd, high)));
+}
+#endif
+
+enum { PARTS = 64 / sizeof(Sums) }; /* vectors of sums in a block */
+#define UNROLL_PARTS _Pragma("GCC unroll 16")
+
+/* Multiply `blocks` blocks of 16 outputs from `block` on. */
 QK_INLINE void segment_blocks(int tokens, int block, int blocks, const uint8_t *w, const int8_t *x, int64_t stride,
                               int64_t quads, int32_t *partial, int first) {
-    __m256i sum[MAX_TOKENS][8];
+    Sums sums[MAX_TOKENS][4 * PARTS], zero = {0};
     w += 64 * block, partial += 16 * block;
     UNROLL for (int m = 0; m < tokens; m++)
-        UNROLL for (int h = 0; h < 2 * blocks; h++)
-            sum[m][h] = first ? _mm256_setzero_si256() : _mm256_loadu_si256((__m256i *)(partial + QK_PANEL * m) + h);
+        UNROLL_PARTS for (int i = 0; i < blocks * PARTS; i++) {
+            sums[m][i] = zero;
+            if (!first) memcpy(&sums[m][i], (uint8_t *)(partial + QK_PANEL * m) + i * sizeof(Sums), sizeof(Sums));
+        }
     for (int64_t q = 0; q < quads; q++, w += QUAD_BYTES) {
-        UNROLL for (int h = 0; h < 2 * blocks; h++) {
-            __m256i codes = _mm256_loadu_si256((const __m256i *)w + h);
-            __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(codes, 8);
+        UNROLL_PARTS for (int i = 0; i < blocks * PARTS; i++) {
+            Sums codes;
+            memcpy(&codes, w + i * sizeof(Sums), sizeof(Sums));
             UNROLL for (int m = 0; m < tokens; m++) {
-                int32_t four;
-                memcpy(&four, x + m * stride + 4 * q, 4);
-                __m256i input = _mm256_set1_epi32(four);
-                __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(input, 8), 8), high = _mm256_srai_epi16(input, 8);
-                __m256i both = _mm256_add_epi32(_mm256_madd_epi16(even, low), _mm256_madd_epi16(odd, high));
-                sum[m][h] = _mm256_add_epi32(sum[m][h], both);
+                int32_t inputs;
+                memcpy(&inputs, x + m * stride + 4 * q, 4);
+                sums[m][i] = add_products(sums[m][i], codes, inputs);
             }
         }
     }
     UNROLL for (int m = 0; m < tokens; m++)
-        UNROLL for (int h = 0; h < 2 * blocks; h++)
-            _mm256_storeu_si256((__m256i *)(partial + QK_PANEL * m) + h, sum[m][h]);
+        UNROLL_PARTS for (int i = 0; i < blocks * PARTS; i++)
+            memcpy((uint8_t *)(partial + QK_PANEL * m) + i * sizeof(Sums), &sums[m][i], sizeof(Sums));
 }
 
 QK_INLINE void segment(int tokens, const uint8_t *w, const int8_t *x, int64_t stride, int64_t quads, int32_t *partial,
@@ -117,7 +135,7 @@ QK_INLINE void add_group(const Job *job, int64_t panel, int64_t group, int64_t t
     int64_t index = (panel * job->groups + group) * QK_PANEL;
     for (int b = first; b < last; b++) {
         __m512 scale = qk_load_scale(linear, index + 16 * b);
-        __m512i offset = _mm512_set1_epi32(128);
+        __m512i offset = _mm512_set1_epi32(QK_OFFSET);
         if (linear->zero) {
             __m128i zero = _mm_loadu_si128((const __m128i *)((const int8_t *)linear->zero + index + 16 * b));
             offset = _mm512_add_epi32(offset, _mm512_cvtepi8_epi32(zero));

@@ -26,7 +26,7 @@ QK_INLINE void put(int storage, uint8_t *panel, int64_t row, int64_t column, con
         case QK_BF16: ((uint16_t *)panel)[to] = ((const uint16_t *)weights)[index]; break;
         case QK_W4: ((uint16_t *)panel)[to] |= (uint16_t)((uint16_t)(code + 8) << (row / 16 * 4)); break;
         case QK_H8: panel[to] = (uint8_t)(code ^ ((code >> 7) & 0x7f)); break;
-        case QK_U8: panel[to] = (uint8_t)code ^ 0x80; break;
+        case QK_U8: panel[to] = (uint8_t)(code + QK_OFFSET); break;
         default: panel[to] = (uint8_t)code;
     }
 }

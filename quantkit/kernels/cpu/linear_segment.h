@@ -57,7 +57,7 @@ QK_INLINE void fetch_next(int storage, const uint8_t *w, const Factors *factors)
 #if QK_AVX512
 #include "linear_avx512.h"
 #else
-#include "linear_avx2.h"
+#include "linear_floats.h"
 #endif
 
 #define DEFINE(kind, type, storage, tokens) \

@@ -10,13 +10,18 @@
 #define QK_INLINE static inline __attribute__((always_inline))
 
 /* Whether the CPU has products of bf16 and of bytes, and 32 registers of 16 floats. Otherwise, everything is computed
-   in floats with AVX2. */
+   in floats, with AVX2 or NEON. */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
     defined(__AVX512VBMI__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define QK_AVX512 1
 #else
 #define QK_AVX512 0
+#ifdef __aarch64__
+#include "neon.h"
+#else
 #include "avx2.h"
+#endif
+#include "emulated.h"
 #endif
 
 /* Return memory of the calling thread: 64-byte aligned, at least `bytes` long, with undefined contents. Slots are

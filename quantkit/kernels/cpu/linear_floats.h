@@ -1,6 +1,15 @@
-/* Conversion of codes to numbers, and the products of `linear_segment.h`, with AVX2. Everything is computed in floats.
-   16 registers of 8 floats hold the sums, which limits how many blocks of a panel are multiplied at once. */
+/* Conversion of codes to numbers, and the products of `linear_segment.h`, with AVX2 or NEON. Everything is computed in
+   floats. 16 registers of 8 floats (NEON: 32 of 4) hold the sums, which limits how many blocks of a panel are
+   multiplied at once. */
 #pragma once
+
+/* Up to this many tokens, two blocks are multiplied at once. NEON multiplies no vectors in memory, so the values and an
+   input need registers too. */
+#ifdef __aarch64__
+enum { QK_TWO_BLOCKS = 2 };
+#else
+enum { QK_TWO_BLOCKS = 3 };
+#endif
 
 /* Factors on the sums of QK_W4. `load_values` loads block b of one pair of inputs (e, o), and leaves QK_W4 codes at
    their place in the word, where they are 16^b times too large. */
@@ -52,8 +61,7 @@ QK_INLINE void segment_blocks(int storage, int tokens, int first, int blocks, co
         UNROLL for (int b = 0; b < blocks; b++) {
             __m512 v[2];
             load_values(storage, w, first + b, v);
-            /* Keep the values in registers: GCC would load floats again for every token. */
-            UNROLL for (int i = 0; i < 2; i++) __asm__("" : "+x"(v[i].low), "+x"(v[i].high));
+            UNROLL for (int i = 0; i < 2; i++) QK_KEEP(v[i]);
             UNROLL for (int i = 0; i < 2; i++)
                 UNROLL for (int m = 0; m < tokens; m++)
                     sum[m][b] = _mm512_fmadd_ps(v[i], _mm512_set1_ps(x[m * stride + 2 * p + i]), sum[m][b]);
@@ -68,7 +76,7 @@ QK_INLINE void segment_blocks(int storage, int tokens, int first, int blocks, co
 
 QK_INLINE void segment_f32(int storage, int tokens, const uint8_t *w, const float *x, int64_t stride, int64_t pairs,
                            const Factors *factors, float *main) {
-    const int blocks = tokens == 1 ? 4 : tokens <= 3 ? 2 : 1;
+    const int blocks = tokens == 1 ? 4 : tokens <= QK_TWO_BLOCKS ? 2 : 1;
     for (int first = 0; first < 4; first += blocks)
         segment_blocks(storage, tokens, first, blocks, w, x, stride, pairs, factors, main);
 }
