@@ -19,7 +19,12 @@ from quantkit.native import build
 
 
 class BuildWithLibraries(build_py):
-    """Copy Python and C files, then compile the C files beside their copies."""
+    """Copy Python and C files, then compile the C files beside their copies.
+
+    The compiler may be one for another machine: `CC=aarch64-linux-gnu-gcc python -m build`.
+    """
+
+    machine = platform.machine()
 
     def run(self) -> None:
         """Copy and compile. Without a compiler, warn: quantkit then computes with torch."""
@@ -28,13 +33,17 @@ class BuildWithLibraries(build_py):
             return
         for stale in libraries(self.build_lib):
             stale.unlink()
-        if (here := f"{platform.system()} {platform.machine()}") != "Linux x86_64":
-            self.warn(f"the C kernels are for Linux x86_64; on {here}, torch computes in their place")
+        if sys.platform != "linux":
+            self.warn(f"the C kernels are for Linux; on {platform.system()}, torch computes in their place")
             return
         folders = sorted({path.parent for path in Path(self.build_lib).rglob("*.c")})
         try:
             compiler = build.find_compiler()
-            names = [name for name in build.INSTRUCTION_SETS if build.knows(compiler, name)]
+            self.machine = build.machine_of(compiler)
+            if self.machine not in build.OF_MACHINES:
+                self.warn(f"no C kernels: {compiler} compiles for {self.machine}. torch computes in their place")
+                return
+            names = [name for name in build.OF_MACHINES[self.machine] if build.knows(compiler, name)]
             with ThreadPoolExecutor() as pool:
                 jobs = [(folder, name) for name in names for folder in folders]
                 list(pool.map(lambda job: build.compile_folder(compiler, *job), jobs))
@@ -59,9 +68,10 @@ class WheelOfAnyPython(bdist_wheel):
         """Return the tags for Python, ABI and platform."""
         if self.root_is_pure:
             return super().get_tag()
-        found = libraries(self.get_finalized_command("build_py").build_lib)
+        compiled = self.get_finalized_command("build_py")
+        found = libraries(compiled.build_lib)
         minors = [int(minor) for file in found for minor in re.findall(rb"GLIBC_2\.(\d+)", file.read_bytes())]
-        return "py3", "none", f"manylinux_2_{max(minors)}_{platform.machine()}" if minors else "linux_x86_64"
+        return "py3", "none", f"{f'manylinux_2_{max(minors)}' if minors else 'linux'}_{compiled.machine}"
 
 
 def libraries(folder: str) -> list[Path]:

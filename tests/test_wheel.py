@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("quantkit/kernels/cpu", "quantkit/numerics/native")
 # Writes what a linker would: the version of glibc that the library needs.
 COMPILER = """#!/bin/sh
+[ "$1" = -dumpmachine ] && exec echo "$MACHINE"
 case "$KNOWS_AMX $*" in "no "*-mamx-tile*) exit 1;; esac
 while [ $# -gt 1 ]; do [ "$1" = -o ] && echo "GLIBC_2.17 GLIBC_2.5" >"$2"; shift; done
 """
@@ -40,10 +41,10 @@ def tree(tmp_path_factory):
     return folder
 
 
-def make(tree, out, kind="wheel", **settings):
+def make(tree, out, kind="wheel", machine="x86_64", **settings):
     """Build in `tree`; return the file, and what was printed."""
     code = f"from setuptools.build_meta import *; print(build_{kind}({str(out)!r}))"
-    environment = {**os.environ, **settings}
+    environment = {**os.environ, "MACHINE": f"{machine}-linux-gnu", **settings}
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.split()[-1], done.stdout + done.stderr
@@ -59,14 +60,33 @@ def expected(*names):
     )
 
 
-@pytest.mark.parametrize(("knows_amx", "names"), [("yes", ("amx", "avx512", "avx2")), ("no", ("avx512", "avx2"))])
-def test_a_wheel_has_a_library_for_each_instruction_set_that_the_compiler_knows(tree, tmp_path, knows_amx, names):
+@pytest.mark.parametrize(
+    ("machine", "knows_amx", "names"),
+    [
+        ("x86_64", "yes", ("amx", "avx512", "avx2")),
+        ("x86_64", "no", ("avx512", "avx2")),
+        ("aarch64", "yes", ("neon",)),
+    ],
+)
+def test_a_wheel_has_a_library_for_each_instruction_set_that_the_compiler_knows(
+    tree, tmp_path, machine, knows_amx, names
+):
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
-    wheel, _ = make(tree, tmp_path, CC=str(compiler), KNOWS_AMX=knows_amx)
-    assert wheel.name.endswith("-py3-none-manylinux_2_17_x86_64.whl")
+    wheel, _ = make(tree, tmp_path, machine=machine, CC=str(compiler), KNOWS_AMX=knows_amx)
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_17_{machine}.whl")
     assert libraries(wheel) == expected(*names)
+
+
+def test_a_compiler_for_another_machine_compiles_nothing(tree, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    wheel, said = make(tree, tmp_path, machine="riscv64", CC=str(compiler))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert libraries(wheel) == []
+    assert f"no C kernels: {compiler} compiles for riscv64" in said
 
 
 def test_a_compiler_that_fails_leaves_no_libraries(tree, tmp_path):
