@@ -15,7 +15,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,7 +76,7 @@ def suitable_sets(widest: str | None = None) -> list[str]:
     flags, names = cpu_flags(), OF_MACHINES.get(platform.machine(), ())
     if not flags or not names:
         machines = " and ".join(OF_MACHINES)
-        raise BuildError(f"they are for Linux on {machines}, not for {sys.platform} on {platform.machine()}")
+        raise BuildError(f"they are for Linux on {machines}, not for {platform.system()} on {platform.machine()}")
     allowed = names[names.index(widest) :] if widest in names else names
     if missing := [flag for flag in INSTRUCTION_SETS[names[-1]] if flag not in flags]:
         raise BuildError(f"this CPU has no {missing[0]}")

@@ -89,13 +89,13 @@ def test_a_cpu_of_arm_with_dot_products_has_one_library(monkeypatch, widest):
 @pytest.mark.parametrize(
     ("system", "machine", "said", "reason"),
     [
-        ("linux", "aarch64", CORTEX_A72, "this CPU has no atomics"),
-        ("linux", "riscv64", "", "they are for Linux on x86_64 and aarch64, not for linux on riscv64"),
-        ("darwin", "arm64", "", "they are for Linux on x86_64 and aarch64, not for darwin on arm64"),
+        ("Linux", "aarch64", CORTEX_A72, "this CPU has no atomics"),
+        ("Linux", "riscv64", "", "they are for Linux on x86_64 and aarch64, not for Linux on riscv64"),
+        ("Darwin", "arm64", "", "they are for Linux on x86_64 and aarch64, not for Darwin on arm64"),
     ],
 )
 def test_other_machines_are_told_why_there_is_no_library(monkeypatch, system, machine, said, reason):
-    monkeypatch.setattr(build.sys, "platform", system)
+    monkeypatch.setattr(build.platform, "system", lambda: system)
     monkeypatch.setattr(build.platform, "machine", lambda: machine)
     monkeypatch.setattr(build, "_said_by_linux", lambda name: said)
     with pytest.raises(build.BuildError, match=reason):
