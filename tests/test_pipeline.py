@@ -101,4 +101,5 @@ def test_workflows_run_scripts_that_exist(path):
     commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
     assert all("${{" not in command for command in commands)
     for command in commands:
-        assert os.access(ROOT / command.split()[0], os.X_OK), command
+        program = command.split()[0]
+        assert program in ("pip", "pytest", "python") or os.access(ROOT / program, os.X_OK), command

@@ -24,7 +24,6 @@ from quantkit.evaluate.perplexity import DEFAULT_WINDOW
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_yaml, read_text, shorten
 
 Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class _Part(BaseModel):
@@ -78,14 +77,14 @@ class Asked(_Part):
 
     Args:
         tasks: task names, as for --tasks.
-        limit: items per task, or a share of them below 1; None = all.
+        limit: items per task; None = all. After `sample`, it may be a share of the items, below 1.
         perplexity: texts whose perplexity is measured.
         long_context: lengths and depths; None = no such test.
         behaviour: prompts of a behaviour test; None = no such test.
     """
 
     tasks: tuple[str, ...] = ()
-    limit: Count | Share | None = None
+    limit: Count | None = None
     perplexity: tuple[Text, ...] = ()
     long_context: LongContext | None = None
     behaviour: Behaviour | None = None

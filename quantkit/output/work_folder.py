@@ -10,7 +10,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ class WorkFolder:
     adopted: bool
     known: dict[str, Any]
     _marker: FileIO
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Return what other processes get of this folder: everything but the marker, which holds the lock."""
+        return None, {each.name: getattr(self, each.name) for each in fields(self) if each.name != "_marker"}
 
     @property
     def checkpoint(self) -> Path:

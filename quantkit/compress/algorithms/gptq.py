@@ -52,7 +52,8 @@ class GptqStep(Step):
         scale_search: whether to search the ranges with the least squared weight error; false = full ranges. Weighting
             the errors by the inputs was worse in measurements, because the loop moves errors to other columns anyway.
         true_sequential: whether to collect the inputs of a set only after the earlier sets of the layer are quantized.
-            The result is slightly better at 3 bits and below.
+            Use it with `asymmetric_calibration`: without it, the KL of two real models at 4 bits was 1.5 and 1.9 times
+            as large.
         asymmetric_calibration: upper limit, 0 to 1, of the share of earlier layers' errors that this layer compensates
             for (GPTAQ). Cross-validation chooses the share, see `_gptq_asymmetric`. If the limit is above 0, the
             original model runs beside the quantized model, which takes more time and memory.
