@@ -45,9 +45,9 @@ windows of 256 tokens, unless the heading of a model gives other numbers. The de
 babyllama-361 and stories260k on TinyStories, and the real models on the bundled general text. The real models are
 scored on WikiText-2.
 
-**Real models.** The weights of SmolLM2-135M-Instruct and Gemma 3 270M were decoded from GGUF files, so their values
-already lie on a grid. SmolLM2's grid has 4 bits with zero points in groups of 32. No row on this page uses that grid.
-We added no noise to the weights.
+**Real models.** The weights of SmolLM2-135M-Instruct, Gemma 3 270M and Qwen2.5-Coder-0.5B-Instruct were decoded from
+GGUF files of the types Q4_1, Q4_K_M and Q4_K_M, so their values already lie on a grid, mostly one of 4 bits with zero
+points in groups of 32. No row on this page uses that grid. We added no noise to the weights.
 
 **What the signs mean.** All rows of a model read the same text, so we test paired differences: Student's t over blocks
 of windows, with 95 % intervals. `+`: better than the best peer of that column. `-`: worse. `=`: within noise. ± is
@@ -60,9 +60,9 @@ used one thread (`OMP_NUM_THREADS=1`). ~ marks seconds that were measured while 
 the machine. A process that shares caches and memory needs more CPU seconds than one that runs alone, so these seconds
 are an upper bound. The page on [performance](performance.md) has the costs for layers of a larger model.
 
-**Rows that are left out.** quantkit's methods with `asymmetric_calibration` but without `true_sequential` appear only
-for the demo model at 4 bits in groups of 32. Of llm-compressor and GPTQModel, this page has the methods that search
-ranges, those that apply GPTQ after AWQ, and GPTQModel's default. Simpler methods (rounding or GPTQ with ranges from
+**Rows that are left out.** quantkit's methods with `asymmetric_calibration` but without `true_sequential` appear
+only at 4 bits in groups, for the demo model, SmolLM2 and Gemma. Of llm-compressor and GPTQModel, this page has the
+methods that search ranges, those that apply GPTQ after AWQ, and GPTQModel's default. Simpler methods (rounding or GPTQ with ranges from
 the largest weights, AWQ alone) are not measured everywhere. Where they were measured, the tables show them, and none
 is ahead of the best of the other methods.
 

@@ -101,7 +101,12 @@ CALIBRATED = "rtn calibrated"
 METHODS_OF_FEW_BITS = ("rtn", "awq", "gptq", SHIPPED, f"awq+{SHIPPED}", "autoround")
 METHODS_OF_EIGHT = ("rtn", CALIBRATED, "gptq", SHIPPED)
 METHODS_OF_FLOATS = (*METHODS_OF_EIGHT, "autoround")
-ABLATED = {("demo", "w4g32"): ("gptq asymmetric", "awq+gptq asymmetric")}  # what `true_sequential` brings, there alone
+# What `true_sequential` brings, at 4 bits alone.
+ABLATED = {
+    ("demo", "w4g32"): ("gptq asymmetric", "awq+gptq asymmetric"),
+    **{(f"smollm2-135m-instruct-{size}", "w4g64"): ("gptq asymmetric",) for size in ("16x256", "64x512")},
+    ("gemma3-270m-16x256", "w4g64"): ("gptq asymmetric",),
+}
 
 # Why a row is behind the best peer, by model, number type and form; the page says where none is known.
 REASONS: dict[tuple[str, str, bool], str] = {}
