@@ -60,11 +60,11 @@ used one thread (`OMP_NUM_THREADS=1`). ~ marks seconds that were measured while 
 the machine. A process that shares caches and memory needs more CPU seconds than one that runs alone, so these seconds
 are an upper bound. The page on [performance](performance.md) has the costs for layers of a larger model.
 
-**Rows that are left out.** quantkit's methods with `asymmetric_calibration` but without `true_sequential` appear
-only at 4 bits in groups, for the demo model, SmolLM2 and Gemma. Of llm-compressor and GPTQModel, this page has the
-methods that search ranges, those that apply GPTQ after AWQ, and GPTQModel's default. Simpler methods (rounding or GPTQ with ranges from
-the largest weights, AWQ alone) are not measured everywhere. Where they were measured, the tables show them, and none
-is ahead of the best of the other methods.
+**Rows that are left out.** quantkit's methods with `asymmetric_calibration` but without `true_sequential` appear only
+at 4 bits in groups, for the demo model, SmolLM2 and Gemma. Of llm-compressor and GPTQModel, this page has the methods
+that search ranges, those that apply GPTQ after AWQ, and GPTQModel's default. Simpler methods (rounding or GPTQ with
+ranges from the largest weights, AWQ alone) are not measured everywhere. Where they were measured, the tables show
+them, and none is ahead of the best of the other methods.
 
 **Stale rows.** Each row of quantkit is kept with digests of its recipe and of the code that decides codes. † marks a
 row whose recipe or code has changed since. Nobody has shown that today's code gives the same result. For each model, a
