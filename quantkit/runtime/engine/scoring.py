@@ -133,7 +133,8 @@ def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChu
     most = max(0 if scores.top is None else scores.top[0].shape[1] for scores, _ in slices)
     # In small parts, so that no copy of all logits is needed, and the parts stay in the cache.
     size = max(1, (_ELEMENTS if logits.device.type == "cpu" else _ELEMENTS_ON_GPU) // logits.shape[1])
-    parts = [_score(logits[some], own, most) for some, own in zip(row.split(size), token.split(size), strict=True)]
+    pairs = zip(torch.split(row, size), torch.split(token, size), strict=True)
+    parts = [_score(logits[some], own, most) for some, own in pairs]
     logprobs, greedy, values, ids = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
     at = 0
     for scores, part in slices:
