@@ -2,8 +2,8 @@
 
 The original writes answers; then both models score the tokens of these answers (teacher forcing). At a token that
 decides what happens next, such as the start of a tool call or the end of a turn, the margin is the logit of this token
-minus the logit of the best alternative. arXiv 2608.06564 found that margins shrink
-before benchmark scores fall. KL on these answers, by position, shows whether errors accumulate while decoding.
+minus the logit of the best alternative. arXiv 2608.06564 found that margins shrink before benchmark scores fall. KL on
+these answers, by position, shows whether errors accumulate while decoding.
 """
 
 import math

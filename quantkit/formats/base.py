@@ -57,6 +57,8 @@ class Format(ABC):
     describes_cache: ClassVar[bool] = True
     fuses: ClassVar[bool] = True  # whether readers fuse linears that share their inputs, which then need one scheme
     holds_cache_scales: ClassVar[bool] = False
+    # Entries of config.json that describe the quantized weights, all alike.
+    section_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
     # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
     decode_key: ClassVar[str] = ""
     # Local names of the tensors with the scales, and with the group of each input; "" = there is no such tensor.
@@ -213,7 +215,7 @@ class Format(ABC):
         section = self.section(linears, ignored, group_order) if linears else {}
         if section and decode_at_load and self.decode_key:
             section[self.decode_key] = True
-        return {"quantization_config": section} if section else {}
+        return dict.fromkeys(self.section_keys, section) if section else {}
 
     def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return further entries of config.json about the model, which `convert` adds for the format's loaders.

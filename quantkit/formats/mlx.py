@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
+from quantkit.formats import SECTIONS
 from quantkit.formats._packing import pack_words, packed_bytes, unpack_words
 from quantkit.formats._tensors import matrix_shape, take, take_matrix
 from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes
@@ -58,6 +59,7 @@ class MLXFormat(Format):
 
     name: ClassVar[str] = "mlx"
     is_recipe_format: ClassVar[bool] = False
+    section_keys: ClassVar[tuple[str, ...]] = SECTIONS
     scale_name: ClassVar[str] = "scales"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF_DTYPES
     group_sizes: ClassVar[tuple[int, ...]] = (128, 64, 32)
@@ -133,17 +135,6 @@ class MLXFormat(Format):
     ) -> None:
         # The file has the same scales in float32.
         super().check_encoded(module, replace(weight, scale=weight.scale.float()), scheme, tensors)
-
-    def config(
-        self,
-        linears: Mapping[str, LinearScheme],
-        ignored: Sequence[str],
-        *,
-        group_order: bool = False,
-        decode_at_load: bool = False,
-    ) -> dict[str, Any]:
-        entries = super().config(linears, ignored, group_order=group_order, decode_at_load=decode_at_load)
-        return {_KEY: section, **entries} if (section := entries.get("quantization_config")) else entries
 
     def model_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         check_model_type(config)
