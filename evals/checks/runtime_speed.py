@@ -1,12 +1,16 @@
-"""Prefill and decode tokens/s of the bundled runtime against transformers (and llama.cpp) on one CPU thread.
+"""Prefill and decode of the bundled runtime beside transformers and llama.cpp, in one run on a CPU.
 
-    python evals/checks/runtime_speed.py WORK [--rounds 3] [--llama-cpp PYTHON SCRIPT] [--json FILE]
+    python evals/checks/runtime_speed.py WORK [--model FOLDER] [--llama-cpp PYTHON] [--threads 1,2] [--avx2]
+        [--rounds 3] [-o evals/results/runtime_speed/NAME.json]
 
-The model is TinyLlama-1.1B's shape cut to 8 layers, random weights, bfloat16: a 128-token prompt, 64 new tokens, batch
-1. Every engine runs in a process of its own, pinned to one core, and is clocked in process CPU time, which a busy
-neighbour disturbs less than wall time; the engines take turns, and medians over the rounds are shown. llama.cpp is
-measured by a script of one's own that prints lines like "llama.cpp q4_0 ... prefill 195 ... decode 71.0 ...", run with
-PYTHON.
+Without --model, the model is TinyLlama-1.1B's shape cut to 8 layers, with random weights. WORK keeps what is made of
+it: checkpoints, and GGUF files that llama.cpp itself quantizes. Each engine runs in a process of its own; the engines
+take turns, and medians over the rounds are kept. Batch 1: a prompt of 128 tokens, then 64 new tokens, by wall time, so
+nothing else may run. PYTHON has llama-cpp-python. --avx2: our kernels use no wider instructions; PYTHON's llama.cpp
+must be built that way too (its own line about the processor is kept in the results).
+
+`bandwidth`: the share of the memory bandwidth, measured in the same process, that reading the weights once per token
+would take.
 """
 
 from __future__ import annotations
@@ -14,18 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 PROMPT, NEW, REPEATS = 128, 64, 4
-CLOCK = time.process_time
 W8A8 = """\
 name: w8a8-rounded
 weights: {dtype: int8, group_size: channel}
@@ -33,141 +34,192 @@ activations: {dtype: int8}
 steps: []
 format: compressed-tensors
 """
-# engine -> (folder of the model, keywords of LLM); 4 and 8 bits include the output head, as llama.cpp's files do.
-OURS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quantkit bf16": ("dense", {}),
-    "quantkit W8A8": ("w8a8", {"head_dtype": "int8"}),
-    "quantkit W4A16": ("w4a16", {"head_dtype": "int4"}),
-    "quantkit W4A16, bf16 head": ("w4a16", {}),
+# engine -> (folder of the model, number type of the head)
+OURS = {
+    "quantkit bf16": ("dense", None),
+    "quantkit W8A8, int8 head": ("w8a8", "int8"),
+    "quantkit W4A16, int8 head": ("w4a16", "int8"),
+    "quantkit W4A16, int4 head": ("w4a16", "int4"),
 }
-PEER = "transformers bf16"
+TRANSFORMERS = "transformers bf16"
+# The types are llama.cpp's names of file types; of Q4_0 it keeps the embedding and the head in 6 or 8 bits.
+LLAMA_CPP = {"llama.cpp F16": "MOSTLY_F16", "llama.cpp Q8_0": "MOSTLY_Q8_0", "llama.cpp Q4_0": "MOSTLY_Q4_0"}
 
 
 def main() -> None:
     """Make the models that are not there, measure in turns, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for the models, about 2 GB")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--llama-cpp", metavar="PYTHON")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--avx2", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--llama-cpp", nargs=2, metavar=("PYTHON", "SCRIPT"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", choices=[*OURS, PEER], help="measure one engine in this process and print it")
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--one", nargs=2, metavar=("ENGINE", "THREADS"), help="measure here, and print the figures")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure_transformers(options.work) if options.one == PEER else measure(options)))
+        print(json.dumps(measure(options.work, options.one[0], int(options.one[1]))))
         return
-    make_models(options.work)
-    found: dict[str, list[tuple[float, float]]] = {}
+    make_models(options.work, options.model)
+    engines = [*OURS, *([] if options.avx2 else [TRANSFORMERS]), *(LLAMA_CPP if options.llama_cpp else ())]
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for number in range(options.rounds):
-        for name in (PEER, *OURS):
-            command = [sys.executable, __file__, str(options.work), "--one", name]
-            found.setdefault(name, []).append(tuple(json.loads(run_pinned(command).splitlines()[-1])))
-        if options.llama_cpp:
-            for name, rates in llama_cpp(options.llama_cpp, options.work).items():
-                found.setdefault(name, []).append(rates)
+        for threads in map(int, options.threads.split(",")):
+            for engine in engines:
+                found.setdefault((engine, threads), []).append(ask(options, engine, threads))
         print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
-    show(medians)
-    if options.json:
-        options.json.write_text(json.dumps({"medians": medians, "rounds": found}, indent=2))
+    rows = [{"engine": engine, "threads": threads, **medians(each)} for (engine, threads), each in found.items()]
+    show(rows)
+    if options.output:
+        name = options.model.resolve().name if options.model else "TinyLlama-1.1B's shape, 8 layers"
+        write(options, {"model": name, "avx2": options.avx2, "rounds": options.rounds, "rows": rows})
 
 
-def run_pinned(command: list[str]) -> str:
-    """Standard output of a command on one core with one thread."""
-    core = max(os.sched_getaffinity(0))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CPUCLK": "1"}
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    return done.stdout
+def ask(options: argparse.Namespace, engine: str, threads: int) -> dict[str, Any]:
+    """The figures of one engine, measured in a process of its own."""
+    python = options.llama_cpp if engine in LLAMA_CPP else sys.executable
+    command = [python, __file__, str(options.work), "--one", engine, str(threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    if options.avx2:
+        environment["QUANTKIT_NATIVE"] = "avx2"
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def make_models(work: Path) -> None:
-    """The dense model, and two compressed from it by rounding."""
+def medians(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each number of the rounds; of other values the first."""
+    return {
+        name: round(statistics.median(each[name] for each in found), 4) if isinstance(value, float) else value
+        for name, value in found[0].items()
+    }
+
+
+def make_models(work: Path, model: Path | None) -> None:
+    """The dense model, two compressed from it by rounding, and a GGUF file of its values."""
     from make_random_llama import make
 
     import quantkit
 
+    work.mkdir(parents=True, exist_ok=True)
     if not (work / "dense").exists():
-        make(work / "dense", "1b-8layers")
+        if model:
+            (work / "dense").symlink_to(model.resolve())
+        else:
+            make(work / "dense", "1b-8layers")
     (work / "w8a8.yaml").write_text(W8A8)
     for name, recipe in (("w4a16", "rtn-int4"), ("w8a8", work / "w8a8.yaml")):
         if not (work / name).exists():
             quantkit.quantize(work / "dense", recipe, work / name)
+    if not (work / "original.gguf").exists():
+        command = [sys.executable, "-m", "quantkit", "convert", work / "dense", "--to", "gguf", "--type", "f16"]
+        subprocess.run([*command, "-o", work / "original.gguf"], check=True)
 
 
-def measure(options: argparse.Namespace) -> tuple[float, float]:
-    """Tokens/s of prefill and decode in the bundled runtime."""
-    from quantkit.runtime.llm import LLM
-    from quantkit.runtime.types import SamplingParams
-
-    folder, settings = OURS[options.one]
-    llm = LLM(options.work / folder, threads=1, max_sequences=1, max_length=512, prefix_cache=False, **settings)
-    prompt = [3 + 7 * index % 250 for index in range(PROMPT)]
-    return rates(lambda count: llm.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True)))
+def measure(work: Path, engine: str, threads: int) -> dict[str, Any]:
+    """The figures of an engine in this process."""
+    if engine in LLAMA_CPP:
+        return measure_llama_cpp(work, engine, threads)
+    return measure_transformers(work, threads) if engine == TRANSFORMERS else measure_ours(work, engine, threads)
 
 
-def measure_transformers(work: Path) -> tuple[float, float]:
+def measure_ours(work: Path, engine: str, threads: int) -> dict[str, Any]:
+    """The bundled runtime."""
+    import torch
+
+    from quantkit import LLM, SamplingParams
+    from quantkit.benchmark.ceilings import memory_bandwidth
+    from quantkit.benchmark.step_work import model_cost
+
+    folder, head = OURS[engine]
+    llm = LLM(work / folder, threads=threads, max_sequences=1, max_length=512, prefix_cache=False, head_dtype=head)
+    found = rates(lambda count: llm.generate([prompt()], SamplingParams(max_tokens=count, ignore_eos=True)))
+    bytes_read = model_cost(llm.model, llm.engine.runner.cache.layouts).decode_bytes(1, PROMPT + NEW // 2)
+    bandwidth = memory_bandwidth(torch.device("cpu"))
+    return {**found, "bytes": bytes_read, "bandwidth": bytes_read * found["decode"] / bandwidth}
+
+
+def measure_transformers(work: Path, threads: int) -> dict[str, Any]:
     """The same through transformers' own generate, in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(work / "dense", dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    prompt = torch.tensor([[3 + 7 * index % 250 for index in range(PROMPT)]])
+    ids = torch.tensor([prompt()])
 
     def run(count: int) -> None:
         with torch.no_grad():
-            model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
 
     return rates(run)
 
 
-def rates(run: Any) -> tuple[float, float]:
-    """Prefill and decode tokens/s from the CPU seconds of 1 and of NEW new tokens; the first run warms up."""
+def measure_llama_cpp(work: Path, engine: str, threads: int) -> dict[str, Any]:
+    """llama.cpp through its C interface, with a file that it quantizes itself."""
+    import llama_cpp
+
+    kind = LLAMA_CPP[engine]
+    file = work / f"{kind}.gguf"
+    if not file.exists():
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{kind}")
+        names = str(work / "original.gguf").encode(), str(file).encode()
+        assert not llama_cpp.llama_model_quantize(*names, params), f"llama.cpp did not write {file}"
+    llm = llama_cpp.Llama(str(file), n_ctx=512, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def step(ids: list[int]) -> None:
+        tokens = (llama_cpp.llama_token * len(ids))(*ids)
+        assert not llama_cpp.llama_decode(llm.ctx, llama_cpp.llama_batch_get_one(tokens, len(ids)))
+        llama_cpp.llama_get_logits(llm.ctx)  # waits for the result
+
+    def run(count: int) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
+        step(prompt())
+        for index in range(count - 1):
+            step([3 + 7 * index % 250])
+
+    about = llama_cpp.llama_print_system_info().decode().strip(" |\n")
+    return {**rates(run), "bytes": file.stat().st_size, "version": llama_cpp.__version__, "about": about}
+
+
+def prompt() -> list[int]:
+    """The token ids of the prompt."""
+    return [3 + 7 * index % 250 for index in range(PROMPT)]
+
+
+def rates(run: Callable[[int], object]) -> dict[str, float]:
+    """Tokens/s of prefill and decode, from the seconds of 1 and of NEW new tokens; the first run warms up."""
 
     def clocked(count: int) -> float:
-        start = CLOCK()
+        start = time.perf_counter()
         run(count)
-        return CLOCK() - start
+        return time.perf_counter() - start
 
     clocked(2)
     first = statistics.median(clocked(1) for _ in range(REPEATS))
     whole = statistics.median(clocked(NEW) for _ in range(REPEATS))
-    return PROMPT / first, (NEW - 1) / (whole - first)
+    return {"prefill": PROMPT / first, "decode": (NEW - 1) / (whole - first)}
 
 
-def llama_cpp(command: list[str], work: Path) -> dict[str, tuple[float, float]]:
-    """What the script of the user prints about llama.cpp."""
-    here = Path.cwd()
-    os.chdir(work)
-    try:
-        text = run_pinned([command[0], str(Path(command[1])), "1"])
-    finally:
-        os.chdir(here)
-    lines = re.findall(r"llama\.cpp (\w+) .*?prefill ([\d.]+).*?decode ([\d.]+)", text)
-    return {f"llama.cpp {kind}": (float(prefill), float(decode)) for kind, prefill, decode in lines}
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table."""
+    print(f"{'engine':28} {'threads':>7} {'prefill tok/s':>14} {'decode tok/s':>13} {'MB':>7} {'bandwidth':>9}")
+    for row in rows:
+        size, share = row.get("bytes", 0) / 1e6, row.get("bandwidth")
+        rest = f"{size:7.0f} {share:9.0%}" if share else f"{size:7.0f}"
+        print(f"{row['engine']:28} {row['threads']:7} {row['prefill']:14.0f} {row['decode']:13.1f} {rest}")
 
 
-def show(medians: dict[str, list[float]]) -> None:
-    """The table, with ratios to transformers and to llama.cpp's best."""
-    base = medians[PEER]
-    print(f"{'engine':28} {'prefill tok/s':>14} {'x peer':>7} {'decode tok/s':>13} {'x peer':>7}")
-    for name, (prefill, decode) in medians.items():
-        print(f"{name:28} {prefill:14.0f} {prefill / base[0]:7.2f} {decode:13.1f} {decode / base[1]:7.2f}")
-    if "llama.cpp q4_0" not in medians:
-        return
-    best = max(rates[0] for name, rates in medians.items() if name.startswith("llama"))
-    w4, w8 = medians["quantkit W4A16"], medians["quantkit W8A8"]
-    print(f"W4A16 decode / llama.cpp q4_0 decode: {w4[1] / medians['llama.cpp q4_0'][1]:.2f}")
-    print(f"W8A8 decode / llama.cpp q8_0 decode:  {w8[1] / medians['llama.cpp q8_0'][1]:.2f}")
-    print(f"W8A8 prefill / llama.cpp best prefill: {w8[0] / best:.2f}")
+def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
+    """Keep the figures with what they rest on."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from provenance import plain, stamp
+
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps({**data, "taken": plain(stamp())}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
