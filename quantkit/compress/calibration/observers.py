@@ -208,10 +208,10 @@ class CrossGram(_MeanMatrix):
     def update(self, inputs: Tensor, original: Tensor) -> None:
         """Add inputs (T, K), and the inputs of the same tokens in the original model; neither is modified."""
         for half, (rows, others, shares) in self._halves.chunks(inputs, original, _token_shares(inputs)):
+            if torch.equal(others, rows):  # inputs of the first layer
+                continue
             # Subtract first: the difference of the sums of o x' and x x' would be little more than rounding noise.
             wrong = torch.sub(others, rows, out=self._workspace.empty(rows.shape, "errors", rows))
-            if not wrong.any():  # inputs of the first layer
-                continue
             wrong, values = _scaled(wrong, shares), self._workspace.operand(_scaled(rows, shares), "inputs")
             left = None if self._weights else self._workspace.operand(wrong, "left")
             for panel, (total,) in self.sums:

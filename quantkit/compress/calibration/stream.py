@@ -7,6 +7,8 @@ longer needed. So each linear sees each batch once, and the last run computes on
 outputs cannot be stored run again, with equal results. Module names are relative to the layer; "" is the layer itself.
 """
 
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,11 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from quantkit.checkpoints.reader import value_chunks
 from quantkit.compress.calibration.expert_inputs import OnCall, hook_modules, hook_output, probe, removed_after
 from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.huggingface.layer_call import Batch, LayerCall, hidden_states, states_of
@@ -70,44 +74,59 @@ Value = Callable[[torch.device], Any]
 """Gives what is kept, from memory or from a file: tensors of its own, since layers may add to what modules return."""
 
 
+class _File:
+    """A file without a name that holds stored tensors of one module. *Mutable*: it grows. Its space is free again when
+    nothing refers to it any more, or when the process ends.
+
+    Args:
+        folder: folder on the disk to use; created if it does not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it stays open
+
+    def add(self, value: Any) -> Value:
+        """Write the tensors of a nested structure, and return what reads them."""
+        tensors = tree_map_only(Tensor, self._write, value)
+        return lambda device: tree_map_only(_Place, lambda place: self._read(place).to(device), tensors)
+
+    def _write(self, tensor: Tensor) -> "_Place":
+        start = self._file.seek(0, os.SEEK_END)
+        for chunk in value_chunks(tensor):
+            self._file.write(chunk)
+        return _Place(start, tensor.dtype, tensor.shape)
+
+    def _read(self, place: "_Place") -> Tensor:
+        value = torch.empty(place.shape, dtype=place.dtype)
+        self._file.seek(place.start)
+        self._file.readinto(value.view(-1).view(torch.uint8).numpy().data)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a file has a tensor."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
 class _Kept:
     """Stored tensors of one batch: for each module, its output or the input of its last linear. *Mutable*.
 
-    They are on disk if the store has a folder, because the stored tensors of all batches need much more memory than the
-    layer.
-
-    Args:
-        store: store of the hidden states.
-        number: number of the batch.
     Attributes:
         values: for each module, the stored value, and the linear whose input this is; None = it is the module's output.
     """
 
-    def __init__(self, store: ActivationStore | None, number: int) -> None:
-        self._store, self._number = store, number
+    def __init__(self) -> None:
         self.values: dict[str, tuple[Value, str | None]] = {}
-
-    def keep(self, module: str, value: Any, linear: str | None = None) -> None:
-        """Store the output of a module or, if `linear` is given, the input of this linear, the last of the module."""
-        if self._store is None or self._store.beside is None:
-            self.values[module] = partial(_copied, _copied(value, "cpu")), linear
-            return
-        path = self._path(self._store.beside, module)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Views are copied, because torch would otherwise write the whole storage that they share.
-        own = tree_map_only(Tensor, lambda x: x.to("cpu", copy=x.untyped_storage().nbytes() > x.nbytes), value)
-        torch.save(own, path)
-        self.values[module] = partial(_loaded, path), linear
 
     def prune(self) -> None:
         """Remove stored tensors of modules that are inside another stored module."""
         for module in [name for name in self.values if _is_in_any(name, self.values)]:
             del self.values[module]
-            if self._store is not None and self._store.beside is not None:
-                self._path(self._store.beside, module).unlink()
-
-    def _path(self, folder: Path, module: str) -> Path:
-        return folder / str(self._number) / f"kept-{module}"
 
 
 class Stream:
@@ -136,6 +155,7 @@ class Stream:
         self.device = next(block.parameters()).device
         self.structure: Structure | None = None
         self._kept: dict[int, _Kept] = {}
+        self._files: WeakValueDictionary[str, _File] = WeakValueDictionary()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, **extra: Any) -> Tensor:
@@ -179,7 +199,7 @@ class Stream:
                 to its end, so that its output can be stored.
             all_tokens: see `probe`.
         """
-        kept, structure = self._kept.setdefault(number, _Kept(self.store, number)), self.structure or NOTHING
+        kept, structure = self._kept.setdefault(number, _Kept()), self.structure or NOTHING
         ends = _next_ends(structure, linears, changing)
         # Modules inside a module of `ends` are not needed after this run, which stores the input of its last linear.
         known = {*(name for name, (_, linear) in kept.values.items() if linear is None), *linears}
@@ -192,11 +212,11 @@ class Stream:
 
         def keep_output(name: str, output: Any) -> None:
             if final:
-                kept.keep(name, output)
+                kept.values[name] = self._keep(name, output), None
 
         def keep_input(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             if final:
-                kept.keep(ends[name], args[0], name)
+                kept.values[ends[name]] = self._keep(ends[name], args[0]), name
 
         def change(*_: object) -> None:
             nonlocal final
@@ -239,6 +259,16 @@ class Stream:
         for name, count in counts.items():
             if self.store is not None and count == len(self.store.own):
                 self.block.get_submodule(name).to("meta")
+
+    def _keep(self, module: str, value: Any) -> Value:
+        """Store a nested structure of tensors: on disk if the store has a folder, because the stored tensors of all
+        batches need much more memory than the layer.
+        """
+        if self.store is None or self.store.beside is None:
+            return partial(_copied, _copied(value, "cpu"))
+        file = self._files.get(module) or _File(self.store.beside)
+        self._files[module] = file
+        return file.add(value)
 
     def _end(self, end: End, value: Value, device: torch.device) -> Any:
         return end.output(self.block.get_submodule(end.linear)(value(device)))
@@ -336,11 +366,6 @@ def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: li
 def _copied(value: Any, device: torch.device | str) -> Any:
     """Copy a nested structure and its tensors, because layers may modify the tensors that modules return."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
-
-
-def _loaded(path: Path, device: torch.device) -> Any:
-    """Load a nested structure of tensors from a file to a device."""
-    return tree_map_only(Tensor, lambda x: x.to(device), torch.load(path, map_location="cpu", weights_only=True))
 
 
 def _is_inside(name: str, module: str) -> bool:
