@@ -84,7 +84,8 @@ def inspect(path: str | Path) -> CheckpointSummary:
         modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
         recipe, layers, tower = _noted(read_manifest(reader.path))
         held = _stored_model(reader.config, format_, modules)
-    weights, stored = sum(m.num_quantized for m in modules), sum(m.quantized_bytes for m in modules)
+    linears = [module for module in modules if module.kind != "embedding"]  # a GGUF file may quantize that, too
+    weights, stored = sum(m.num_quantized for m in linears), sum(m.quantized_bytes for m in linears)
     return CheckpointSummary(
         path=str(path),
         architecture=architecture,

@@ -26,3 +26,13 @@ def test_quantize_and_inspect_the_demo_model(invoke, tmp_path):
     shown = invoke("inspect", str(out)).stdout
     for part in ("int8 channel", "self_attn.q_proj", "embedding", "norms", "worst error"):
         assert part in shown
+
+
+def test_a_quantized_embedding_is_no_linear(invoke, tmp_path):
+    recipe, out = tmp_path / "mine.yaml", tmp_path / "demo.gguf"
+    recipe.write_text("weights: {dtype: q4_k}\nformat: gguf\nembedding: q6_k\n")
+    answer = invoke("quantize", "--recipe", str(recipe), "-o", str(out), "--json")
+    assert answer.exit_code == 0, answer.stderr
+    seen = json.loads(invoke("inspect", str(out), "--json").stdout)
+    assert any(module["kind"] == "embedding" and module["stored_as"] == "Q6_K" for module in seen["modules"])
+    assert seen["bits_per_weight"] == json.loads(answer.stdout)["bits_per_weight"] == 4.5
