@@ -380,7 +380,7 @@ def _load(manager: Any, name: str, ours: dict[str, Path]) -> list[Any]:
             instead += f" ({next(iter(config['dataset_kwargs']['data_files'].values()))})"
         raise DataError(
             f"task {name!r}: its items cannot be downloaded ({type(error).__name__}: "
-            f"{first_line(error).rstrip('.')}); {instead}, or use a task with local items, such as demo_facts"
+            f"{first_line(error).rstrip('.')}); {instead}; verify and eval leave a suite's tasks out with --suite none"
         ) from error
     groups = loaded["groups"]
     return [groups[name]] if name in groups else list(loaded["tasks"].values())
