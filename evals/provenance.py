@@ -143,10 +143,15 @@ def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
     """Digest of a module, and what it imports."""
     file = source(name)
     assert file is not None, name
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return module_digest(file), tuple(_imports(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def module_digest(file: Path) -> str:
+    """Of what a module does, and of the C files beside a package's __init__.py."""
+    own = code_digest(ast.parse(file.read_text(encoding="utf-8")))
     in_c = sorted(file.parent.glob("*.[ch]")) if file.name == "__init__.py" else []
-    digests = [code_digest(tree), *(_digest(_plain_c(path.read_text(encoding="utf-8"))) for path in in_c)]
-    return _digest(" ".join(digests)) if in_c else digests[0], tuple(_imports(tree))
+    digests = [own, *(_digest(_plain_c(path.read_text(encoding="utf-8"))) for path in in_c)]
+    return _digest(" ".join(digests)) if in_c else own
 
 
 def _plain_c(text: str) -> str:

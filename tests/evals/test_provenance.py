@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "evals"))
 
+import carry
 import processes
 import provenance
 
@@ -115,3 +116,19 @@ def test_a_row_without_a_commit_has_that_of_its_file(tmp_path):
     assert provenance.known_rows(file) == []
     file.write_text('{"about": {"commit": "a"}, "rows": [{"value": 1}, {"value": 2, "commit": "b"}]}')
     assert [row["commit"] for row in provenance.known_rows(file)] == ["a", "b"]
+
+
+def test_only_digests_that_were_right_are_carried(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text('{"code": {"numerics.affine": "aa", "numerics.matmul": "bb"}, "other": {"numerics.affine": "cc"}}')
+    assert carry.replace_in(file, {"numerics.affine": ("aa", "dd"), "numerics.x": ("bb", "ee")})
+    carried = '{"code": {"numerics.affine": "dd", "numerics.matmul": "bb"}, "other": {"numerics.affine": "cc"}}'
+    assert file.read_text() == carried
+    assert not carry.replace_in(file, {"numerics.affine": ("aa", "dd")})
+
+
+def test_the_digests_of_a_checkout_are_those_of_its_stamps():
+    now = carry.digests(provenance.ROOT)
+    named = provenance.code_digests(GPTQ)
+    assert len(named) > 10
+    assert named == {name: now[name] for name in named}
