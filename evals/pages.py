@@ -82,6 +82,7 @@ def performance(page: str) -> str:
     """docs/performance.md."""
     gpu = generator("gpu/page.py")
     page = section(page, "cost", generator("cost/cost_page.py").table())
+    page = section(page, "speed", generator("page_sections/speed_page.py").tables())
     return str(gpu.replaced(page, gpu.section(gpu.gpu_folders(RESULTS))))
 
 
@@ -136,6 +137,7 @@ def readme(page: str) -> str:
     sentences = [
         rows.sentence(rows.newest()),
         generator("cost/cost_page.py").readme_sentence(),
+        generator("page_sections/speed_page.py").readme_sentence(),
         generator("accuracy/page.py").readme_sentence(),
     ]
     return section(page, "measured", "\n\n".join(filter(None, sentences)))

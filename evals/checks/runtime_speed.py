@@ -1,7 +1,7 @@
 """Prefill and decode of the bundled runtime beside transformers and llama.cpp, in one run on a CPU.
 
     python evals/checks/runtime_speed.py WORK [--model FOLDER] [--llama-cpp PYTHON] [--threads 1,2] [--avx2]
-        [--rounds 3] [-o evals/results/runtime_speed/NAME.json]
+        [--rounds 3] [--engines NAME ...] [-o evals/results/runtime_speed/NAME.json]
 
 Without --model, the model is TinyLlama-1.1B's shape cut to 8 layers, with random weights. WORK keeps what is made of
 it: checkpoints, and GGUF files that llama.cpp itself quantizes. Each engine runs in a process of its own; the engines
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--avx2", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engines", nargs="*", choices=[*OURS, TRANSFORMERS, *LLAMA_CPP], help="only these")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("ENGINE", "THREADS"), help="measure here, and print the figures")
     options = parser.parse_args()
@@ -63,6 +64,7 @@ def main() -> None:
         return
     make_models(options.work, options.model)
     engines = [*OURS, *([] if options.avx2 else [TRANSFORMERS]), *(LLAMA_CPP if options.llama_cpp else ())]
+    engines = [engine for engine in engines if engine in (options.engines or engines)]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for threads in map(int, options.threads.split(",")):

@@ -1,0 +1,71 @@
+"""The runtime's speed beside llama.cpp and transformers, for docs/performance.md; for evals/pages.py.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from provenance import table_line
+
+RESULTS = Path(__file__).parents[1] / "results/runtime_speed"
+HEAD = ("engine", "threads", "prefill tok/s", "decode tok/s", "MB", "bandwidth", "prefill, decode / llama.cpp Q4_0")
+PEER = "llama.cpp Q4_0"
+OURS = "quantkit W4A16, int8 head"
+
+
+def tables() -> str:
+    """The part of the page: a table per model and machine."""
+    known = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    return "\n".join(line for result in known for line in _table(result)).rstrip("\n")
+
+
+def readme_sentence() -> str:
+    """What README says about the real model that was measured."""
+    result = json.loads((RESULTS / "smollm2.json").read_text(encoding="utf-8"))
+    peers = {row["threads"]: row for row in result["rows"] if row["engine"] == PEER}
+    ours = {row["threads"]: row for row in result["rows"] if row["engine"] == OURS}
+    parts = []
+    for threads in sorted(ours):
+        prefill, decode = (ours[threads][name] / peers[threads][name] for name in ("prefill", "decode"))
+        parts.append(f"with {threads} thread{'s' * (threads > 1)} prefill is {prefill:.1f} and decode {decode:.1f}")
+    _, chip, widest, _ = result["taken"]["machine"].split(", ")
+    return (
+        f"Speed on a CPU ({chip}, {widest}), SmolLM2-135M in 4 bits, one request: {', '.join(parts)} times as fast as\n"
+        f"{PEER} built with AVX-512 ([table](docs/performance.md#speed-on-a-cpu))."
+    )
+
+
+def _table(result: dict[str, Any]) -> list[str]:
+    taken, rows = result["taken"], result["rows"]
+    peers = {row["threads"]: row for row in rows if row["engine"] == PEER}
+    about = next(row["about"] for row in rows if "about" in row)
+    version = next(row["version"] for row in rows if "version" in row)
+    used = [name for name in ("AVX512_BF16", "AMX_INT8") if f"{name} = 1" in about]
+    narrow = "; quantkit with AVX2 only" if result["avx2"] else ""
+    return [
+        f"**{result['model']}** on {taken['machine']}{narrow}",
+        "",
+        table_line(HEAD),
+        "|---" * len(HEAD) + "|",
+        *(_line(row, peers[row["threads"]]) for row in rows),
+        "",
+        f"Medians of {result['rounds']} rounds; commit {taken['commit']}, torch {taken['versions']['torch']}, "
+        f"llama-cpp-python {version} built with {' and '.join(used) or 'AVX2'}.",
+        "",
+    ]
+
+
+def _line(row: dict[str, Any], peer: dict[str, Any]) -> str:
+    size = f"{row['bytes'] / 1e6:.0f}" if "bytes" in row else ""
+    share = f"{100 * row['bandwidth']:.0f} %" if "bandwidth" in row else ""
+    ratios = ", ".join(f"{row[name] / peer[name]:.2f}" for name in ("prefill", "decode"))
+    return table_line(
+        (row["engine"], row["threads"], f"{row['prefill']:.0f}", f"{row['decode']:.1f}", size, share, ratios)
+    )
