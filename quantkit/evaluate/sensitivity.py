@@ -8,6 +8,7 @@ Related: Dong et al. 2019 (HAWQ) choose bits per layer by curvature.
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from quantkit.evaluate.fidelity import (
     window_logits,
 )
 from quantkit.evaluate.group_swaps import FusedGroup, find_fused_groups, swapped
+from quantkit.quantities import elapsed
 from quantkit.results import GateResult, Report, SensitivityMap, SensitivityProposal, SensitivityRecord
 from quantkit.results.gates import METRICS
 from quantkit.runtime.llm import LLM
@@ -112,7 +114,7 @@ def _copied(x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return x.clone(), None if pending is None else pending.clone()
 
 
-MAX_TOKENS = 4096
+MAX_TOKENS, FEW_TOKENS = 4096, 1024  # of text; few for a map that was not asked for
 REFERENCE_BYTES = 1 << 29  # maximum for the original's logits, with which every group is compared
 MARGIN = 0.8  # share of a goal that a proposal may use, because it will be compressed anew and measured on other text
 
@@ -147,6 +149,7 @@ def sensitivity_map(
     goal: Goal | None = None,
     ignored: Sequence[str] = (),
     moved: bool | None = None,
+    max_tokens: int = MAX_TOKENS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SensitivityMap:
     """Measure the KL of the original with each fused group quantized alone.
@@ -159,18 +162,24 @@ def sensitivity_map(
         goal: limits that a proposal has to meet; None = make no proposal.
         ignored: patterns that the recipe already ignores; a proposal keeps them.
         moved: see `find_fused_groups`.
+        max_tokens: maximum number of tokens of text.
         progress: callback for lines of progress.
     Raises:
         ModelError: the vocabularies differ; see also `find_fused_groups`.
     """
     check_vocabulary(llm, original)
     groups = find_fused_groups(llm, original, moved=moved)
-    probe = Probe(original, few(windows, original.vocab_size))
+    probe = Probe(original, few(windows, original.vocab_size, max_tokens))
+    times = [time.perf_counter()]  # of this process: the start, and the end of each measurement
 
     def measure(number: int) -> float:
         group = groups[number]
-        progress(f"sensitivity map: group {number + 1} of {len(groups)}, layer {group.layer} {group.name}")
-        return probe.measure([group]).mean
+        mean = (times[-1] - times[0]) / max(1, len(times) - 1)
+        left = f"; at most {elapsed(mean * (len(groups) - number))} left" if len(times) > 1 else ""
+        progress(f"sensitivity map: group {number + 1} of {len(groups)}, layer {group.layer} {group.name}{left}")
+        kl = probe.measure([group]).mean
+        times.append(time.perf_counter())
+        return kl
 
     # Give neighbouring groups to one rank, which runs the layers before both of them only once.
     owners = [number * world() // len(groups) for number in range(len(groups))]

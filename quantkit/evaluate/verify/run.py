@@ -20,6 +20,7 @@ from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_served, measure_targets
 from quantkit.distributed import share_out
 from quantkit.errors import ModelError, RequestError, first_line
+from quantkit.evaluate import sensitivity
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
 from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
@@ -33,7 +34,6 @@ from quantkit.evaluate.run import (
     check_items,
     evaluate,
 )
-from quantkit.evaluate.sensitivity import failed_accuracy, repair_goal, sensitivity_map
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
@@ -273,18 +273,20 @@ class _Verification:
         If the map was not requested and cannot be made, add a note instead.
         """
         asked = self.options.sensitivity
-        if not (failed_accuracy(report) if asked is None else asked):
+        if not (sensitivity.failed_accuracy(report) if asked is None else asked):
             return report
         assert report.fidelity is not None
         try:
-            measured = sensitivity_map(
+            measured = sensitivity.sensitivity_map(
                 llm,
                 original,
                 windows,
                 data=report.fidelity.data,
-                goal=repair_goal(report),
+                goal=sensitivity.repair_goal(report),
                 ignored=self.pair.ignored,
                 moved=self.pair.moves_scales,
+                # A map that nobody asked for should not take longer than the check itself.
+                max_tokens=sensitivity.MAX_TOKENS if asked else sensitivity.FEW_TOKENS,
                 progress=self.progress,
             )
         except ModelError as error:
