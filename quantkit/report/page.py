@@ -123,8 +123,8 @@ def _sensitivity(report: Report) -> PageSection | None:
     if sensitivity is None or not sensitivity.records:
         return None
     text = ["Each fused group (linears that engines fuse: q/k/v, gate/up) was quantized alone in the original."]
-    if sensitivity.proposal is not None:
-        text.append(f"To lose less accuracy: {describe_proposal(sensitivity.proposal)}.")
+    if (proposal := sensitivity.proposal) is not None:
+        text.append(f"To lose less accuracy: {describe_proposal(proposal, most=len(proposal.groups))}.")
     return PageSection(
         name="sensitivity",
         title="Which parts are sensitive",

@@ -235,8 +235,7 @@ def parse_gate(text: str) -> Gate:
     except ValueError:
         raise GateError(f"gate {text!r}: {written!r} is not a number") from None
     # `top1>=98%` means the share 0.98; recovery is in per cent already.
-    if percent and name not in IN_PER_CENT:
-        limit /= 100
+    limit /= 100 if percent and name not in IN_PER_CENT else 1
     metric = METRICS[name]
     if not metric.low <= limit <= metric.high:
         raise GateError(f"gate {text!r}: {name} is {metric.unit}, so the limit {limit:g} is probably wrong")
@@ -246,8 +245,8 @@ def parse_gate(text: str) -> Gate:
     over = metric.over is not None and written.startswith("+")
     # Built from the parsed parts, so that equal gates have equal texts.
     plain = f"{name}[{subject}]" if subject else name
-    limit_text = f"{limit:+g}" if over else f"{limit:g}"
-    return Gate(text=f"{plain}{sign}{limit_text}", metric=name, subject=subject, operator=sign, limit=limit, over=over)
+    text = f"{plain}{sign}{limit:+g}" if over else f"{plain}{sign}{limit:g}"
+    return Gate(text=text, metric=name, subject=subject, operator=sign, limit=limit, over=over)
 
 
 def behaviour_gates(report: Report) -> list[str]:
@@ -257,8 +256,8 @@ def behaviour_gates(report: Report) -> list[str]:
     if report.behaviour is None:
         return []
     clear = [m.kind for m in report.behaviour.margins if m.num_prompts >= MIN_PROMPTS and m.baseline >= CLEAR_NATS]
-    margins = [f"margin[{kind}]>={LEAST_MARGIN}" for kind in clear]
-    return [*margins, *([f"loop_rate<=+{MOST_LOOPS}"] if METRICS["loop_rate"].values(report) else [])]
+    loops = [f"loop_rate<=+{MOST_LOOPS}"] if METRICS["loop_rate"].values(report) else []
+    return [f"margin[{kind}]>={LEAST_MARGIN}" for kind in clear] + loops
 
 
 def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
@@ -275,9 +274,7 @@ def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
     if kind == "speed":
         return _speed_remedy(report)
     if kind == "memory":
-        return (
-            "use fewer bits (`--set weights.dtype=int4`) or larger groups, or quantize ignored linears and the head too"
-        )
+        return "use fewer bits (`--set weights.dtype=int4`) or larger groups, or quantize the head and ignored linears"
     return _accuracy_remedy(report)
 
 
@@ -288,21 +285,24 @@ def _accuracy_remedy(report: Report) -> str:
         return describe_proposal(sensitivity.proposal)
     if sensitivity is not None and sensitivity.records:
         names = ", ".join(f"layer {r.layer} {r.group}" for r in sensitivity.worst(3))
-        return f"the most sensitive parts are {names}: ignore them or give them more bits"
+        return f"the most sensitive parts are {names}: give them more bits, or use 8 bits everywhere"
     if report.compression is not None and report.compression.layers:
         names = ", ".join(name for name, _ in report.compression.worst_linears(3))
         return f"the largest errors are in {names}: ignore these linears, or use smaller groups or more bits"
     return "use smaller groups (`--set weights.group_size=32`), a calibrated recipe such as awq-int4, or 8 bits"
 
 
-def describe_proposal(proposal: SensitivityProposal) -> str:
-    """Describe a proposal in one line, with the override to paste."""
-    groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups)
-    verb = "ignore" if proposal.action == "ignore" else "give more bits to"
+def describe_proposal(proposal: SensitivityProposal, most: int = 6) -> str:
+    """Describe a proposal in one line, with at most `most` groups, and the override to paste if these are all."""
+    groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups[:most])
     options = " ".join(f"--set '{override}'" for override in proposal.overrides)
+    if len(proposal.groups) > most:
+        groups += f" and {len(proposal.groups) - most} more groups"
+        options = options and "--set OVERRIDE, with sensitivity.proposal.overrides of report.json"
     cost = f", {proposal.extra_bytes / 2**20:.1f} MiB more" if proposal.extra_bytes else ""
+    verb = "ignore" if proposal.action == "ignore" else "give more bits to"
     text = f"{verb} {groups} (predicted KL {proposal.predicted_kl:.3g}{cost})"
-    return f"{text}: quantkit quantize ... {options}" if options else text
+    return text + (options and f": quantkit quantize ... {options}")
 
 
 def _speed_remedy(report: Report) -> str:

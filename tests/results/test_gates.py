@@ -13,6 +13,7 @@ from quantkit.results.gates import (
     METRICS,
     MORE_PROMPTS,
     behaviour_gates,
+    describe_proposal,
     evaluate_gates,
     gate_numbers,
     parse_gate,
@@ -200,3 +201,13 @@ def test_gates_that_fit_any_recipe_are_about_what_the_original_shows_often(repor
     ]
     assert all(result.held for result in evaluate_gates(report, gates))
     assert behaviour_gates(Report(model=ModelFacts(name="m"))) == []
+
+
+def test_a_proposal_of_many_groups_fits_a_line():
+    few = make_report().sensitivity.proposal
+    assert "--set 'ignore=[" in describe_proposal(few)
+    many = dataclasses.replace(few, groups=tuple((layer, "o") for layer in range(90)))
+    text = describe_proposal(many)
+    assert "layer 5 o and 84 more groups (" in text and "layer 6 o" not in text
+    assert text.endswith("quantkit quantize ... --set OVERRIDE, with sensitivity.proposal.overrides of report.json")
+    assert "layer 89 o (" in describe_proposal(many, most=90)
