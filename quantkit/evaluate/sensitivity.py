@@ -170,16 +170,14 @@ def sensitivity_map(
     check_vocabulary(llm, original)
     groups = find_fused_groups(llm, original, moved=moved)
     probe = Probe(original, few(windows, original.vocab_size, max_tokens))
-    times = [time.perf_counter()]  # of this process: the start, and the end of each measurement
+    began = time.perf_counter()
 
     def measure(number: int) -> float:
-        group = groups[number]
-        mean = (times[-1] - times[0]) / max(1, len(times) - 1)
-        left = f"; at most {elapsed(mean * (len(groups) - number))} left" if len(times) > 1 else ""
+        group, spent = groups[number], time.perf_counter() - began
+        rest = spent / max(1, number) * (len(groups) - number)
+        left = f"; at most {elapsed(rest)} left" if number and world() == 1 else ""
         progress(f"sensitivity map: group {number + 1} of {len(groups)}, layer {group.layer} {group.name}{left}")
-        kl = probe.measure([group]).mean
-        times.append(time.perf_counter())
-        return kl
+        return probe.measure([group]).mean
 
     # Give neighbouring groups to one rank, which runs the layers before both of them only once.
     owners = [number * world() // len(groups) for number in range(len(groups))]

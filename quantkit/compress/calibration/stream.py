@@ -89,23 +89,23 @@ class _File:
     def add(self, value: Any) -> Value:
         """Write the tensors of a nested structure, and return what reads them."""
         tensors = tree_map_only(Tensor, self._write, value)
-        return lambda device: tree_map_only(_Place, lambda place: self._read(place).to(device), tensors)
+        return lambda device: tree_map_only(_Extent, lambda extent: self._read(extent).to(device), tensors)
 
-    def _write(self, tensor: Tensor) -> "_Place":
+    def _write(self, tensor: Tensor) -> "_Extent":
         start = self._file.seek(0, os.SEEK_END)
         for chunk in value_chunks(tensor):
             self._file.write(chunk)
-        return _Place(start, tensor.dtype, tensor.shape)
+        return _Extent(start, tensor.dtype, tensor.shape)
 
-    def _read(self, place: "_Place") -> Tensor:
-        value = torch.empty(place.shape, dtype=place.dtype)
-        self._file.seek(place.start)
+    def _read(self, extent: "_Extent") -> Tensor:
+        value = torch.empty(extent.shape, dtype=extent.dtype)
+        self._file.seek(extent.start)
         self._file.readinto(value.view(-1).view(torch.uint8).numpy().data)
         return value
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Extent:
     """Where a file has a tensor."""
 
     start: int
