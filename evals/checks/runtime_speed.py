@@ -44,6 +44,7 @@ OURS = {
 TRANSFORMERS = "transformers bf16"
 # The types are llama.cpp's names of file types; of Q4_0 it keeps the embedding and the head in 6 or 8 bits.
 LLAMA_CPP = {"llama.cpp F16": "MOSTLY_F16", "llama.cpp Q8_0": "MOSTLY_Q8_0", "llama.cpp Q4_0": "MOSTLY_Q4_0"}
+PEER = "llama.cpp Q4_0"  # that the page compares with
 
 
 def main() -> None:
@@ -62,6 +63,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.work, options.one[0], int(options.one[1]))))
         return
+    if options.output and not (options.llama_cpp and PEER in (options.engines or [PEER])):
+        parser.error(f"-o needs --llama-cpp, and {PEER} among the engines: the page compares with it")
     make_models(options.work, options.model)
     engines = [*OURS, *([] if options.avx2 else [TRANSFORMERS]), *(LLAMA_CPP if options.llama_cpp else ())]
     engines = [engine for engine in engines if engine in (options.engines or engines)]
@@ -104,6 +107,8 @@ def make_models(work: Path, model: Path | None) -> None:
     import quantkit
 
     work.mkdir(parents=True, exist_ok=True)
+    if model and (work / "dense").exists() and (work / "dense").resolve() != model.resolve():
+        sys.exit(f"{work} holds files of another model, {(work / 'dense').resolve()}; give another folder")
     if not (work / "dense").exists():
         if model:
             (work / "dense").symlink_to(model.resolve())

@@ -175,7 +175,7 @@ def sensitivity_map(
     def measure(number: int) -> float:
         group, spent = groups[number], time.perf_counter() - began
         rest = spent / max(1, number) * (len(groups) - number)
-        left = f"; at most {elapsed(rest)} left" if number and world() == 1 else ""
+        left = f"; about {elapsed(rest)} left" if number and world() == 1 else ""
         progress(f"sensitivity map: group {number + 1} of {len(groups)}, layer {group.layer} {group.name}{left}")
         return probe.measure([group]).mean
 
