@@ -43,7 +43,8 @@ def test_the_bytes_are_those_of_the_model_that_peft_has_merged(tmp_path, text_fi
     assert base.dtype == torch.bfloat16
     whole = shutil.copytree(DEMO_MODEL, tmp_path / "merged")
     peft.PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(whole)
-    shutil.copy(DEMO_MODEL / "config.json", whole)
+    for name in ("config.json", "generation_config.json"):  # transformers writes its version into them
+        shutil.copy(DEMO_MODEL / name, whole)
     data = {"calibration.data": str(text_file), "calibration.samples": 4, "calibration.sequence_length": 48}
     options = {"overrides": data if recipe == "gptq-int4" else {}, "device": "cpu"}
     quantkit.quantize(whole, recipe, tmp_path / "theirs", **options)
@@ -99,13 +100,7 @@ def test_rotation_and_files_hold_the_merged_model(tiny_llama, adapter, tmp_path,
 
 
 def test_quantized_and_other_bases_are_refused(models, adapter, tmp_path):
-    for model, parts in (
-        (
-            models / "out",
-            "is quantized, and an adapter is never merged into quantized weights; quantize the dense base",
-        ),
-        (DEMO_MODEL, "does not fit"),
-    ):
+    for model, parts in ((models / "out", "never merged into quantized weights"), (DEMO_MODEL, "does not fit")):
         with pytest.raises(ModelError, match=parts):
             quantkit.quantize(model, "rtn-int8", tmp_path / "out", adapter=adapter)
         assert not (tmp_path / "out").exists()
@@ -125,7 +120,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_only_with_its_adapter(tiny_llama, 
     whole, out = tmp_path / "whole", tmp_path / "out"
     quantize(tiny_llama, whole, text_file, adapter=adapter)
     assert forked.run(kill_after_first_layer, tiny_llama, out, text_file, adapter) == -signal.SIGKILL
-    with pytest.raises(ResumeError, match="adapter: '.*' -> None"):
+    with pytest.raises(ResumeError, match=r"adapter: '.* -> None"):
         quantize(tiny_llama, out, text_file)
     other = make_adapter(tmp_path / "other", tiny_llama, lora_alpha=1)
     with pytest.raises(ResumeError, match="adapter: "):
