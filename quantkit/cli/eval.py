@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import Settings, engine_choice, option_group, ranks_option, settings_of
+from quantkit.cli._options import Settings, engine_choice, option_group, ranks_option, settings_of, with_one_adapter
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.report.table import Column, Table
@@ -69,6 +69,7 @@ def command(
     from quantkit.evaluate.verify.run import of_the_original
 
     # If the user names tasks, texts or prompts, only those are evaluated, and no suite.
+    engine = with_one_adapter(engine)
     quick = {} if {"tasks", "texts", "prompts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
     check_evaluation(options)

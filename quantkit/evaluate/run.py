@@ -167,6 +167,7 @@ def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: in
         "BOS": "added" if bos else "not added",
         "KV cache": llm.kv_type,
         "seed": str(seed),
+        **({"adapter": llm.adapter} if llm.adapter else {}),
     }
 
 

@@ -18,7 +18,7 @@ from quantkit.machine.devices import pick_device
 from quantkit.native.openmp_wait import watch_neighbours
 from quantkit.quantities import dtype_name
 from quantkit.runtime.cache import policies
-from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
+from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig, adapter_folders
 from quantkit.runtime.engine.assembly import build_engine, fit_pages, predict_capacity
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.kernel_check import check_kernels, describe_kernels
@@ -80,7 +80,12 @@ class LLM(Prompts):
         check_kernels(self.device)
         load = partial(load_model, dtype=config.dtype, device=self.device)
         return build_engine(
-            load(self.path, head_dtype=config.head_dtype, backend=config.backend),
+            load(
+                self.path,
+                head_dtype=config.head_dtype,
+                backend=config.backend,
+                adapters=adapter_folders(config.adapters),
+            ),
             config,
             draft=None if self._draft is None else load(self._draft),
             controller=self._controller,
@@ -194,6 +199,12 @@ class LLM(Prompts):
     def arithmetic(self) -> str:
         """Dtype of the computation."""
         return dtype_name(self.model.dtype)
+
+    @property
+    def adapter(self) -> str:
+        """Name and digest of the adapter of requests that name none; empty = the base model."""
+        name = self.config.adapter
+        return "" if name is None else f"{name} (SHA-256 {self.model.adapters.digests[name]})"
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -135,6 +135,7 @@ class BatchBuilder:
             context_lengths=context_lengths,
             text_lengths=text_lengths,
             sequence_ids=tuple([chunk.holder.id for chunk in chunks]),
+            adapters=tuple([chunk.holder.adapter for chunk in chunks]),
         )
 
     def _fill(self, chunk: ScheduledChunk, at: int) -> None:

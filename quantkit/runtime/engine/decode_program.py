@@ -21,6 +21,7 @@ from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.types import Linear
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, is_decode_step
+from quantkit.runtime.model.adapters import AdaptedLinear
 from quantkit.runtime.model.layers import MLP, Attention, Block, Norm, RMSNorm, SideBySide
 from quantkit.runtime.model.model import NativeModel
 
@@ -196,6 +197,7 @@ class _Recorder:
         return out
 
     def _linear(self, linear: Linear, x: Tensor, name: str) -> Tensor:
+        linear = linear.base if isinstance(linear, AdaptedLinear) else linear
         parts = linear.linears if isinstance(linear, SideBySide) else (linear,)
         natives = [part for part in parts if isinstance(part, NativeLinear) and part.dtype == self._model.dtype]
         _require(len(natives) == len(parts), f"a linear that no C kernel computes: {linear.description}")

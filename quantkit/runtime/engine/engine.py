@@ -80,7 +80,8 @@ class Engine:
             policy = policies.REGISTRY.load(config.kv_policy or policies.DEFAULT)
             self.eviction = Evictor(budget, policy, self.pool, cache)
         most = None if budget is None else budget.tokens - 1  # no sequence evicts before it has more tokens than this
-        self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)
+        keys: dict[str, Any] = {"identity": identity, "adapters": model.adapters.digests}
+        self.prefix = PrefixCache(self.pool, config.page_size, enabled=shared, most=most, **keys)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
         self.scheduler = Scheduler(
             self.pool, self.prefix, config, self._forget, eviction=self.eviction, fixed_chunks=quantized
@@ -122,7 +123,7 @@ class Engine:
         Raises:
             RequestError: the prompt is empty, has unknown tokens, or has fewer tokens than the request asks to score;
                 the request can never fit (the message says how many tokens fit); the schema or grammar is invalid; or
-                there are stop texts, but no tokenizer.
+                there are stop texts, but no tokenizer; or the adapter is unknown.
         """
         ids = self.check(prompt_ids, params)
         number = self._num_added
@@ -133,6 +134,7 @@ class Engine:
             ids=ids,
             num_prompt=len(ids),
             params=params,
+            adapter=params.adapter or self.config.adapter,
             limit=self.capacity if params.max_tokens is None else len(ids) + params.max_tokens,
             seed=derived_seed(self.config.seed, number) if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
@@ -158,6 +160,7 @@ class Engine:
         except TypeError as error:
             raise RequestError(f"the prompt is not a list of token ids ({error})") from None
         self._limits.check(len(ids), params.max_tokens)
+        self.model.adapters.check(params.adapter)
         given = ids
         if params.scoring is not None:
             given = [*ids, *params.scoring.continuations]

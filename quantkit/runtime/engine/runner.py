@@ -86,7 +86,7 @@ class Runner:
     def program_status(self) -> str | None:
         """Describe for users whether decode steps run as one native call; None on a GPU or in transformers."""
         if self._program is not None:
-            return "one native call"
+            return "one native call" + self._except_adapters
         return None if self._no_program is None else f"layer by layer: {self._no_program}"
 
     @property
@@ -94,7 +94,11 @@ class Runner:
         """Describe for users whether decode steps run as CUDA graphs; None on a CPU or in transformers."""
         if self._graphs is None:
             return None if self._no_graphs is None else f"no: {self._no_graphs}"
-        return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
+        return f"yes{self._except_adapters}" if self._graphs.failure is None else f"no: {self._graphs.failure}"
+
+    @property
+    def _except_adapters(self) -> str:
+        return "; layer by layer if a request has an adapter" if self.model.adapters.by_name else ""
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
@@ -120,7 +124,9 @@ class Runner:
         Returns:
             Logits, valid until the next call.
         """
-        fixed = self._graphs or self._program
+        # Graphs and programs have recorded the base model.
+        adapted = any(chunk.holder.adapter is not None for chunk in chunks)
+        fixed = None if adapted else self._graphs or self._program
         if fixed is not None and (logits := fixed.run(chunks, tokens)) is not None:
             return logits
         batch = self._builder.build(chunks)

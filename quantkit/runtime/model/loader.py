@@ -3,12 +3,16 @@
 Weights are converted layer by layer, so memory never holds two copies of the model.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.adapter import read_adapter
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
@@ -27,6 +31,7 @@ from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.quantities import dtype_name
 from quantkit.runtime.config import DTYPES_BY_SHORT_NAME, HEAD_TYPES
+from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.compressed_attention import build_head, build_streamed_block
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
@@ -50,6 +55,7 @@ def load_model(
     device: torch.device | str = "cpu",
     head_dtype: str | None = None,
     backend: Backend = "auto",
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> Model:
     """Load a model for running.
 
@@ -61,10 +67,12 @@ def load_model(
         head_dtype: int8 or int4 quantizes the output head at load; None leaves it unchanged.
         backend: native = quantkit's own layers; transformers = any causal language model of transformers; auto = native
             if quantkit's layers support the model, otherwise transformers.
+        adapters: folders of adapters that requests can choose, keyed by name.
     Raises:
         ModelError, CheckpointError: the directory holds no model, or an inconsistent one.
         ResourceError: the model does not fit in memory.
-        InputError: the dtype, the backend or `head_dtype` is unknown, or the model cannot have this `head_dtype`.
+        InputError: the dtype, the backend or `head_dtype` is unknown, or the model cannot have this `head_dtype` or
+            adapters.
     """
     reader = CheckpointReader(Path(path))
     device = torch.device(device)
@@ -76,7 +84,7 @@ def load_model(
         try:
             config = read_model_config(reader)
             with entered(device):
-                return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
+                return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype, adapters=adapters)
         except NotNative:
             if backend == "native":
                 raise
@@ -92,6 +100,11 @@ def load_model(
         raise InputError(
             f"head_dtype is {head_dtype!r}, but transformers runs this model and keeps its head unchanged; leave "
             "head_dtype out"
+        )
+    if adapters:
+        raise InputError(
+            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters)}) only to its own layers; "
+            "merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
         )
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
@@ -112,25 +125,33 @@ def load_native(
     dtype: str | torch.dtype,
     device: torch.device,
     head_dtype: str | None = None,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> NativeModel:
     """Build a model from its config and checkpoint.
 
     Args:
         reader: reader of the checkpoint.
         config: config of the model.
-        dtype, device, head_dtype: see `load_model`.
+        dtype, device, head_dtype, adapters: see `load_model`.
     Raises:
         NotNative: the runtime cannot decode the format of the quantized linears.
-        CheckpointError, ResourceError: see `load_model`.
+        ModelError, CheckpointError, ResourceError: see `load_model`.
     """
+    found = Adapters()
+    if adapters:
+        dense = ModelReader.of(open_dense(reader.path), config.family)
+        found = Adapters({name: read_adapter(folder, dense) for name, folder in adapters.items()})
     reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
     check_tensors(config, reader, scheme)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, device)
     check_memory(reader, chosen, device)
-    weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
+    weights = Weights(
+        reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device, adapters=found
+    )
     parts = build_parts(weights)
+    found.check_applied()
     head = _build_head(weights, parts["embedding"], head_dtype)
     release_freed_memory()
     facts = [stored_cache.note] if stored_cache.note else []
@@ -141,12 +162,13 @@ def load_native(
         max_length=config.max_length,
         **parts,
         head=head,
-        num_bytes=weights.num_bytes,
+        num_bytes=weights.num_bytes + found.num_bytes,
         stored_bytes=weights.stored_bytes,
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, *reader.notes, *weights.notes, *facts),
+        notes=(*notes, *reader.notes, *weights.notes, *facts, *found.notes),
+        adapters=found,
         stored_cache=stored_cache,
     )
 

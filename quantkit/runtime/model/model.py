@@ -5,7 +5,7 @@ Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are w
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from quantkit.models.rope import RopeConfig
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Norm, add_and_norm
@@ -39,6 +40,7 @@ class Model(ABC):
         dtype: dtype of the computation.
         device: device of the model.
         notes: decisions at load that users should know.
+        adapters: adapters that requests can choose.
     Attributes:
         paged: whether the engine's `KVCache` holds keys and values. False = the model keeps its own state per sequence
             id, so there is no prefix cache and no KV quantization.
@@ -53,6 +55,7 @@ class Model(ABC):
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...]
+    adapters: Adapters = field(default_factory=Adapters)
 
     def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
         """Return the layout of each layer's keys and values, or of its state; empty if the model keeps them itself.
@@ -121,6 +124,7 @@ class NativeModel(Model):
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
         """See `Model`; needs a cache."""
         assert cache is not None, "a paged model needs a KV cache"
+        self.adapters.select(batch)
         x = self.embed(batch.token_ids)
         if self.streams is not None:
             x = self.streams.spread(x)
