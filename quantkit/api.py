@@ -120,7 +120,8 @@ def verify(
 
     if output is not None:
         check_output(Path(output))
-    report = verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
+    adapters = options.engine.get("adapters", ()) if options is not None else ()
+    report = verify_pair(check_pair(checkpoint, baseline, gates, adapters=adapters), options, progress=progress)
     if output is not None:
         write_report(report, Path(output))
     return report

@@ -13,6 +13,9 @@ from quantkit.errors import CheckpointError
 from quantkit.output.staging import MANIFEST
 from quantkit.safety.untrusted import read_object
 
+ADAPTER_ENTRY = "quantkit.adapter.sha256"
+"""Digest of the adapter that was merged before quantizing; absent if there was none."""
+
 
 def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | float]:
     """Return the `quantkit.*` entries of a GGUF file that a recipe makes.
@@ -33,7 +36,7 @@ def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | f
     }
     identity = read_object(codes / MANIFEST, CheckpointError)["identity"]
     if "adapter" in identity:
-        entries["quantkit.adapter.sha256"] = str(identity["adapter"])
+        entries[ADAPTER_ENTRY] = str(identity["adapter"])
     if recipe.calibration is not None:
         data = recipe.calibration.data
         file = bundled_calibration(model) if data == "bundled" else Path(data)
