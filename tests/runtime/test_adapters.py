@@ -193,22 +193,26 @@ def test_pages_of_one_adapter_are_not_found_by_another(loud_llama, adapters):
     assert len(set(again.engine.model.adapters.digests.values())) == 1
 
 
-def test_steps_without_an_adapter_still_run_as_one_call(loud_llama, adapters):
-    plain = LLM(loud_llama, dtype="float32", threads=1)
-    llm = LLM(loud_llama, dtype="float32", threads=1, adapters=adapters)
-    if plain.describe()["decode steps"] != "one native call":
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_steps_are_one_call_that_gives_the_same_bits(loud_llama, adapters, dtype, monkeypatch):
+    """A step whose requests all have the same adapter, or none; other steps run layer by layer."""
+    llm = LLM(loud_llama, dtype=dtype, threads=1, adapters=adapters)
+    monkeypatch.setenv("QUANTKIT_DECODE_PROGRAM", "0")
+    slow = LLM(loud_llama, dtype=dtype, threads=1, adapters=adapters)
+    if "no C kernels" in llm.describe()["decode steps"]:
         pytest.skip("no C kernels here")
-    assert llm.describe()["decode steps"] == "one native call; layer by layer if a request has an adapter"
+    told = "one native call; layer by layer where requests of a step have different adapters"
+    assert llm.describe()["decode steps"] == told
     assert "adapter two: two, rank 16, 14 linears, SHA-256 " in llm.describe()["notes"]
-    asked = prompts(5, 40, vocab_size=258)
+    asked, forward = prompts(5, 40, 12, vocab_size=258), llm.model.forward
     layer_by_layer = []
-    forward = llm.model.forward
     llm.model.forward = lambda batch, cache: layer_by_layer.append(batch) or forward(batch, cache)
-    ours, theirs = (each.generate(asked, SamplingParams(max_tokens=9, ignore_eos=True)) for each in (llm, plain))
-    assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-    assert len(layer_by_layer) == 1  # the prompts
-    llm.generate(asked, SamplingParams(max_tokens=9, ignore_eos=True, adapter="one"))
-    assert len(layer_by_layer) == 1 + 9
+    for who in ((None,) * 3, ("one",) * 3, ("two",) * 3, ("one", None, "one")):
+        params = [SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1, adapter=name) for name in who]
+        ours, theirs = (each.generate(asked, params) for each in (llm, slow))
+        assert [(one.token_ids, one.logprobs) for one in ours] == [(one.token_ids, one.logprobs) for one in theirs]
+        assert len(layer_by_layer) == (1 if len(set(who)) == 1 else 9)  # the first step has the prompts
+        layer_by_layer.clear()
 
 
 def test_a_linear_refuses_rows_that_are_not_those_of_the_step(loud_llama, adapters):

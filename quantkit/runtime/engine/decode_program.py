@@ -44,13 +44,15 @@ class DecodeProgram:
 
     def __init__(self, model: NativeModel, cache: KVCache, builder: BatchBuilder, *, max_sequences: int) -> None:
         self._model, self._cache, self._builder, self._most = model, cache, builder, max_sequences
-        self._prepare(1)
-
-    def _prepare(self, rows: int) -> None:
-        self._angles = [AngleTable() for _ in self._model.tables]
-        self._program, self._stream, self._scores = record(self._model, self._cache, self._angles, rows)
-        self._tokens = np.zeros(rows, dtype=np.int64)
+        self._angles = [AngleTable() for _ in model.tables]
+        self._tokens = np.zeros(max_sequences, dtype=np.int64)
         self._token_ids = torch.from_numpy(self._tokens)
+        self._recorded: dict[str | None, tuple[Program, Tensor, Tensor]] = {}  # keyed by the name of the adapter
+        for adapter in (None, *model.adapters.by_name):
+            self._prepare(adapter, 1)
+
+    def _prepare(self, adapter: str | None, rows: int) -> None:
+        self._recorded[adapter] = record(self._model, self._cache, self._angles, rows, adapter)
 
     def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
         """Return the logits of a decode step.
@@ -58,23 +60,25 @@ class DecodeProgram:
         Args:
             chunks, tokens: see `Runner.step`.
         Returns:
-            Logits of each chunk, valid until the next call; None if this is not a decode step, or if a sequence is so
-            long that the wavelengths of its rotary embedding depend on its length.
+            Logits of each chunk, valid until the next call; None if this is not a decode step, if sequences have
+            different adapters, or if a sequence is so long that the wavelengths of its rotary embedding depend on its
+            length.
         """
         if not is_decode_step(chunks) or not self._update_angles(1 + max(chunk.start for chunk in chunks)):
             return None
-        count, size = len(chunks), self._cache.page_size
-        if count > self._program.rows:
-            self._prepare(min(self._most, 1 << (count - 1).bit_length()))
-            self._update_angles(0)
-        program = self._program
+        count, size, adapter = len(chunks), self._cache.page_size, chunks[0].holder.adapter
+        if any(chunk.holder.adapter != adapter for chunk in chunks):
+            return None
+        if count > self._recorded[adapter][0].rows:
+            self._prepare(adapter, min(self._most, 1 << (count - 1).bit_length()))
+        program, stream, scores = self._recorded[adapter]
         for index, (holder, new, start, _) in enumerate(chunks):
             self._tokens[index], program.positions[index] = new[0], start
             program.contexts[index], program.residual_rows[index] = start - holder.num_evicted + 1, holder.row
         longest = -(-int(program.contexts[:count].max()) // size)
-        self._stream[:count] = self._model.embed(self._token_ids[:count] if tokens is None else tokens)
+        stream[:count] = self._model.embed(self._token_ids[:count] if tokens is None else tokens)
         program.run(count, self._builder.table_of(chunks, longest))
-        return self._model.scaled_logits(self._scores[:count])
+        return self._model.scaled_logits(scores[:count])
 
     def _update_angles(self, length: int) -> bool:
         """Give the program the angles of positions below `length`.
@@ -90,7 +94,7 @@ class DecodeProgram:
 
 
 def record(
-    model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], rows: int
+    model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], rows: int, adapter: str | None = None
 ) -> tuple[Program, Tensor, Tensor]:
     """Record a decode step of a model.
 
@@ -99,6 +103,7 @@ def record(
         cache: KV cache.
         angles: an angle table for each rotary embedding of the model; their addresses are set before each step.
         rows: maximum number of sequences.
+        adapter: name of the adapter that all sequences use; None = the base model.
     Returns:
         The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffer, the head's
         scores (rows, V).
@@ -111,7 +116,7 @@ def record(
         f"there are no C kernels for {model.dtype} on {model.device}",
     )
     _require(model.streams is None, "several residual streams")
-    recorder = _Recorder(model, cache, angles, Program(rows, model.dtype))
+    recorder = _Recorder(model, cache, angles, Program(rows, model.dtype), adapter)
     pending: Tensor | None = None
     for block in model.blocks:
         if not isinstance(block, Block):
@@ -123,8 +128,16 @@ def record(
 class _Recorder:
     """Records the kernel calls of a model's parts; each buffer is named after the values that it holds."""
 
-    def __init__(self, model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], program: Program) -> None:
+    def __init__(
+        self,
+        model: NativeModel,
+        cache: KVCache,
+        angles: Sequence[AngleTable],
+        program: Program,
+        adapter: str | None,
+    ) -> None:
         self._model, self._cache, self._angles, self.program = model, cache, angles, program
+        self._adapter = adapter
         self.stream = program.buffer("stream", model.embedding.shape[1])
 
     def block(self, block: Block, pending: Tensor | None) -> Tensor:
@@ -197,7 +210,12 @@ class _Recorder:
         return out
 
     def _linear(self, linear: Linear, x: Tensor, name: str) -> Tensor:
-        linear = linear.base if isinstance(linear, AdaptedLinear) else linear
+        if isinstance(linear, AdaptedLinear):
+            out, update = self._linear(linear.base, x, name), linear.updates.get(self._adapter or "")
+            if update is not None:
+                down, up = update
+                self.program.add(self._linear(up, self._linear(down, x, "low rank"), f"update of {name}"), out)
+            return out
         parts = linear.linears if isinstance(linear, SideBySide) else (linear,)
         natives = [part for part in parts if isinstance(part, NativeLinear) and part.dtype == self._model.dtype]
         _require(len(natives) == len(parts), f"a linear that no C kernel computes: {linear.description}")

@@ -86,7 +86,8 @@ class Runner:
     def program_status(self) -> str | None:
         """Describe for users whether decode steps run as one native call; None on a GPU or in transformers."""
         if self._program is not None:
-            return "one native call" + self._except_adapters
+            mixed = len(self.model.adapters.by_name) > 0
+            return "one native call" + "; layer by layer where requests of a step have different adapters" * mixed
         return None if self._no_program is None else f"layer by layer: {self._no_program}"
 
     @property
@@ -94,11 +95,9 @@ class Runner:
         """Describe for users whether decode steps run as CUDA graphs; None on a CPU or in transformers."""
         if self._graphs is None:
             return None if self._no_graphs is None else f"no: {self._no_graphs}"
-        return f"yes{self._except_adapters}" if self._graphs.failure is None else f"no: {self._graphs.failure}"
-
-    @property
-    def _except_adapters(self) -> str:
-        return "; layer by layer if a request has an adapter" if self.model.adapters.by_name else ""
+        if self._graphs.failure is not None:
+            return f"no: {self._graphs.failure}"
+        return "yes" + "; not if a request of the step has an adapter" * (len(self.model.adapters.by_name) > 0)
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
@@ -124,9 +123,9 @@ class Runner:
         Returns:
             Logits, valid until the next call.
         """
-        # Graphs and programs have recorded the base model.
-        adapted = any(chunk.holder.adapter is not None for chunk in chunks)
-        fixed = None if adapted else self._graphs or self._program
+        fixed = self._graphs or self._program
+        if self._graphs is not None and any(chunk.holder.adapter is not None for chunk in chunks):
+            fixed = None  # graphs hold the base model alone
         if fixed is not None and (logits := fixed.run(chunks, tokens)) is not None:
             return logits
         batch = self._builder.build(chunks)

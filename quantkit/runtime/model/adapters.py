@@ -133,7 +133,7 @@ class AdaptedLinear(Linear):
 
     def __init__(self, base: Linear, adapters: Adapters, updates: Mapping[str, tuple[Linear, Linear]]) -> None:
         super().__init__((base.out_features, base.in_features), base.stored_bytes, base.description)
-        self.base, self._adapters, self._updates = base, adapters, updates
+        self.base, self.updates, self._adapters = base, updates, adapters
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`; x has the rows of the whole step."""
@@ -142,7 +142,7 @@ class AdaptedLinear(Linear):
             return out
         assert len(x) == self._adapters.num_rows, f"{len(x)} rows of {self._adapters.num_rows} tokens"
         for name, rows in self._adapters.rows.items():
-            if (update := self._updates.get(name)) is not None:
+            if (update := self.updates.get(name)) is not None:
                 down, up = update
                 out[rows] += up(down(x[rows]))
         return out
