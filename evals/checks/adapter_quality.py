@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "accuracy"))
 
 import torch
 from provenance import VERSIONS, known_rows, plain, stamp, version
-from score import Interval, difference, interval, read_windows, score
+from score import Interval, difference, interval, log_probabilities, read_windows, score
 
 import quantkit
 from quantkit.evaluate.loading import load_llm
@@ -89,10 +89,10 @@ def compare(options: argparse.Namespace) -> None:
     rows = known_rows(file)
     original = _load(options.base, merge=options.adapter)
     windows = read_windows(original, options.text.read_text(encoding="utf-8"), max_windows=options.windows)
-    plain_base = _load(options.base)
-    (base,) = score([plain_base], original, windows)
-    applied_to_original = _load(options.base, adapters=merged, adapter="merged")
-    (same,) = score([applied_to_original], original, windows)
+    predictions = list(log_probabilities(original, windows))
+    plain_base, applied = _load(options.base), _load(options.base, adapters=merged, adapter="merged")
+    base, same = score([plain_base, applied], original, windows, predictions)
+    del plain_base, applied
     about = {
         **(plain(stamp()) or {}),
         "versions": {name: version(name) for name in (*VERSIONS, "peft")},
@@ -109,7 +109,7 @@ def compare(options: argparse.Namespace) -> None:
             continue
         folders = [_quantized(options, recipe, how) for how in ("merged", "base")]
         models = [_load(folders[0]), _load(folders[1], adapters=merged, adapter="merged")]
-        first, second = score(models, original, windows)
+        first, second = score(models, original, windows, predictions)
         rows.append(
             {
                 "recipe": recipe,
@@ -142,7 +142,8 @@ def _quantized(options: argparse.Namespace, recipe: str, how: str) -> Path:
 
 
 def _load(path: Path, **settings: Any) -> Any:
-    return load_llm(str(path), dtype="float32", **settings)
+    # Little cache: a forked child may not reserve what several models could use.
+    return load_llm(str(path), dtype="float32", memory="256MiB", **settings)
 
 
 def _adapter(folder: Path) -> dict[str, Any]:
