@@ -23,6 +23,7 @@ from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import CheckpointError, ModelError, SchemeError
+from quantkit.formats import is_gguf
 from quantkit.formats.base import FLOAT_DTYPES
 from quantkit.models.family import Family
 from quantkit.numerics.name_patterns import Budget, matches
@@ -62,7 +63,9 @@ class LowRankUpdate:
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return W + scale * B A in the dtype of `weight` (N, K), computed in float32 and rounded once."""
-        return torch.addmm(weight.float(), self.b.float(), self.a.float(), alpha=self.scale).to(weight.dtype)
+        # PEFT's order of operations, so that the result equals that of its `merge_and_unload` bit for bit.
+        update = (self.b.float() @ self.a.float()).mul_(self.scale)
+        return update.add_(weight).to(weight.dtype)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -109,13 +112,22 @@ def read_adapter(path: Path | str, reader: ModelReader) -> Adapter:
         _check_shapes(name, weights.info(a).shape, weights.info(b).shape, rank, reader, folder)
         updates[name] = LowRankUpdate(a=_read(weights, a), b=_read(weights, b), scale=scale)
     base = config.get("base_model_name_or_path")
-    digests = "".join(file_digest(folder / name) for name in (ADAPTER_CONFIG, _WEIGHTS))
     return Adapter(
         path=folder,
-        digest=hashlib.sha256(digests.encode()).hexdigest(),
+        digest=adapter_digest(folder),
         base=base if isinstance(base, str) else None,
         updates=updates,
     )
+
+
+def adapter_digest(folder: Path) -> str:
+    """Return the SHA-256 of an adapter's config and weights.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    digests = "".join(file_digest(folder / name) for name in (ADAPTER_CONFIG, _WEIGHTS))
+    return hashlib.sha256(digests.encode()).hexdigest()
 
 
 def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> CheckpointReader:
@@ -126,8 +138,11 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
         adapter: the adapter.
         family: family of the model.
     Raises:
-        ModelError: a weight of the adapter is stored as codes, or as a part of another tensor.
+        ModelError: the base is a GGUF file, or a weight of the adapter is stored as codes or as a part of another
+            tensor.
     """
+    if is_gguf(reader.path):  # its rows may be in another order
+        raise ModelError(f"{reader.path} is a GGUF file; an adapter can be merged only into the folder of its base")
     model = ModelReader.of(reader, family)
     tensors = {name: reader.info(name) for name in reader.names}
     for name, update in adapter.updates.items():
@@ -142,7 +157,7 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
             raise ModelError(f"{adapter.path}: {name} is a part of another tensor of {reader.path}; {_MERGE}")
         tensors[stored] = _merged_info(stored, info, update)
     count = len(adapter.updates)
-    note = f"the adapter {adapter.path.name} (rank {adapter.rank}) is merged into {count} weights while they are read"
+    note = f"an adapter of rank {adapter.rank} is merged into {count} weights while they are read"
     return reader.view(tensors, reader.config, note)
 
 

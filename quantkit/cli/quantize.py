@@ -64,6 +64,10 @@ _ENGINE = setting(
     flag="--for ENGINE[:DEVICE]",
 )
 
+_ADAPTER = setting(
+    None, "LoRA adapter to merge into MODEL before quantizing: a folder that PEFT has saved.", flag="--adapter DIR"
+)
+
 
 @click.command("quantize", cls=Command, short_help="Compress a model.")
 @click.argument("model", required=False)
@@ -71,7 +75,7 @@ _ENGINE = setting(
 @click.option("-o", "--output", metavar="DIR", help="Directory or .gguf file to create.  [default: ./<model>-<recipe>]")
 @set_option
 @option_group("fields", _FIELDS)
-@option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
+@option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE, "adapter": _ADAPTER})
 @push_option
 @click.option("--verify", is_flag=True, help="Verify the result. If a gate fails, keep it as DIR.failed; exit code 3.")
 @gate_option
@@ -99,6 +103,7 @@ def command(
       quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
       quantkit quantize --recipe w8a8-int8 --samples 16 --sequence-length 512
       quantkit quantize --recipe rtn-int4 --for vllm:h100 -o demo-vllm
+      quantkit quantize base --adapter my-lora --recipe gptq-int4 -o merged-int4
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     from quantkit import distributed
@@ -178,6 +183,7 @@ def _summary(result: CompressionResult) -> Table:
     return facts(
         [
             ("model", result.model),
+            ("adapter", result.adapter.describe() if result.adapter else None),
             ("recipe", f"{result.recipe} ({result.format})"),
             ("layers", layers),
             ("quantized", _share(result)),

@@ -201,6 +201,9 @@ def command(
 ) -> None:
     """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate gives exit code 3.
 
+    With --adapter, both models compute with the adapter. If CHECKPOINT was quantized with a merged adapter, the same
+    adapter is merged into the original; --adapter then says where it is.
+
     Writes report.json, report.html, junit.xml and README.md, the model card.
 
     \b
@@ -225,7 +228,7 @@ def command(
 
     options = verify_options(**what)
     check_options(options)
-    pair = check_pair(checkpoint, baseline, gates)
+    pair = check_pair(checkpoint, baseline, gates, adapters=options.engine.get("adapters", ()))
     folder = report_folder(pair.path) if output is None else Path(output)
     check_output(folder)
     report = verify_pair(pair, options, progress=output_to.tell)

@@ -336,6 +336,7 @@ def making_table(report: Report) -> Table:
     model, made = report.model, report.compression
     rows = [
         ("original", report.baseline_model.name if report.baseline_model else ""),
+        ("adapter", made.adapter.describe() if made and made.adapter else ""),
         ("recipe", made.recipe if made else ""),
         ("scheme", model.scheme),
         ("format", model.format),

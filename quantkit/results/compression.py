@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from quantkit.results._record import SCHEMA_VERSION, Record
@@ -161,6 +162,30 @@ class TowerRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterRecord(Record):
+    """LoRA adapter that was merged into the model before it was quantized.
+
+    Args:
+        sha256: digest of its config and weights.
+        rank: highest rank of an update.
+        num_linears: number of linears that it changes.
+        base: the adapter's own name for its base model; None = it names none.
+        path: its folder; empty in `quantkit.json`, which names no folders.
+    """
+
+    sha256: str
+    rank: int
+    num_linears: int
+    base: str | None = None
+    path: str = ""
+
+    def describe(self) -> str:
+        """Return a short form for tables, without the folder's path."""
+        name = f"{PurePath(self.path).name}, " if self.path else ""
+        return f"{name}rank {self.rank}, merged into {self.num_linears} linears before quantizing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionResult(Record):
     """Result of `quantkit quantize`, as printed by `--json` and stored in `quantkit-run.json`.
 
@@ -184,6 +209,7 @@ class CompressionResult(Record):
         unquantized: number of unquantized elements, keyed by module name without layer and expert numbers.
         tower: linears of vision and audio towers; None if the model has none.
         calibration: calibration data; None without data, and in earlier documents.
+        adapter: LoRA adapter that was merged into the model; None = none.
     """
 
     model: str
@@ -205,6 +231,7 @@ class CompressionResult(Record):
     unquantized: dict[str, int] = field(default_factory=dict)
     tower: TowerRecord | None = None
     calibration: CalibrationRecord | None = None
+    adapter: AdapterRecord | None = None
     schema_version: int = SCHEMA_VERSION
 
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:

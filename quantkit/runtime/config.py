@@ -85,6 +85,9 @@ class EngineConfig:
         shown="none",
     )
     adapter: str | None = setting(None, "Name of the adapter of requests that name none; None = the base model.")
+    merge: str | Path | None = setting(
+        None, "Folder of an adapter to merge into the weights of an unquantized model while it is loaded; None = none."
+    )
     speculate: str | Path | None = setting(
         None, "Propose several tokens per step; the text stays the same up to rounding.", flag="--speculate ngram|MODEL"
     )

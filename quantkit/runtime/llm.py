@@ -85,6 +85,7 @@ class LLM(Prompts):
                 head_dtype=config.head_dtype,
                 backend=config.backend,
                 adapters=adapter_folders(config.adapters),
+                merge=config.merge,
             ),
             config,
             draft=None if self._draft is None else load(self._draft),

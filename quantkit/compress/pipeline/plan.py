@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoints.adapter import Adapter, merged, read_adapter
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import metadata_files, resolve
 from quantkit.checkpoints.model_reader import ModelReader
@@ -41,6 +42,7 @@ class Plan:
 
     Args:
         model: directory or hub id as given; "demo" for the bundled model.
+        source: reader of the model's files, with the adapter merged.
         reader, skeleton, family, recipe, format: parts of the run.
         layers: for each decoder layer, the schemes of the linears to quantize, keyed by relative name.
         linears: scheme of each linear to quantize, in layers and towers, keyed by full name.
@@ -51,9 +53,11 @@ class Plan:
         output: directory of the finished checkpoint.
         warnings: warnings for the user, one sentence each, such as engines that cannot load the result.
         discovery: structure found in a model without a family file; None if the model has one.
+        adapter: adapter that is merged into the model; None = none.
     """
 
     model: str
+    source: CheckpointReader
     reader: ModelReader
     skeleton: Skeleton
     family: Family
@@ -67,6 +71,7 @@ class Plan:
     towers: dict[str, dict[str, LinearScheme]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     discovery: Discovery | None = None
+    adapter: Adapter | None = None
 
     @property
     def all_tokens(self) -> bool:
@@ -92,7 +97,12 @@ class Plan:
 
 
 def build_plan(
-    model: str | None, recipe: Recipe, output: str | Path | None, device: str, engine: str | None = None
+    model: str | None,
+    recipe: Recipe,
+    output: str | Path | None,
+    device: str,
+    engine: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Plan:
     """Check that model, recipe and format fit together, and return the plan.
 
@@ -102,6 +112,7 @@ def build_plan(
         output: directory to create; None = `<model>-<recipe>` in the current directory.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         engine: engine that must be able to read the result; None = no particular one.
+        adapter: folder of an adapter to merge into the model; None = none.
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
     """
@@ -109,6 +120,8 @@ def build_plan(
     name = "demo" if model is None else model
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
+    merging = None if adapter is None else read_adapter(adapter, ModelReader.of(source, family))
+    source = source if merging is None else merged(source, merging, family)
     _check_calibration(source, discovery, recipe)
     reader = _open(source, family, recipe, described=discovery is None)
     target_device = pick_device(device)
@@ -137,6 +150,8 @@ def build_plan(
     warnings = (*made.warnings, *reader.notes, *kept)
     return Plan(
         model=name,
+        source=source,
+        adapter=merging,
         reader=reader,
         skeleton=skeleton,
         family=family,

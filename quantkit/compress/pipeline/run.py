@@ -51,6 +51,7 @@ def quantize(
     resume: bool = True,
     overwrite: bool = False,
     engine: str | None = None,
+    adapter: str | Path | None = None,
     listener: Listener = SILENT,
 ) -> CompressionResult:
     """Compress a model layer by layer and write a checkpoint.
@@ -67,6 +68,7 @@ def quantize(
         overwrite: replace an existing output.
         engine: name of an engine in `quantkit.engine_rules` that must be able to read the result. If it cannot, the
             recipe is refused before the work starts. None = no particular engine.
+        adapter: folder of a LoRA adapter to merge into the model before anything else; None = none.
         listener: receives progress events.
     Raises:
         InputError: model, recipe, data or output cannot be used.
@@ -75,7 +77,7 @@ def quantize(
     started = time.perf_counter()  # reading headers and data counts as preparing
 
     def compress(output: str | Path | None, overwrite: bool) -> CompressionResult:
-        plan = build_plan(model, recipe, output, device, engine)
+        plan = build_plan(model, recipe, output, device, engine, adapter)
         return _compress([plan], started, activations, resume=resume, overwrite=overwrite, listener=listener)[0]
 
     suffix = FORMATS.load(recipe.format).suffix

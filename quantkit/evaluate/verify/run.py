@@ -122,6 +122,11 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     """
     options = options or VerifyOptions()
     check_options(options)
+    if pair.adapter is not None and options.vllm is not None:
+        raise RequestError(
+            f"vLLM cannot merge the adapter {pair.adapter} into the original; merge them with PEFT's merge_and_unload, "
+            "and give the merged model as --baseline"
+        )
     verification = _Verification(pair=pair, options=options, progress=progress)
     bench = options.bench
     if bench is not None and options.vllm is None:  # must fit both models before either is loaded
@@ -163,7 +168,12 @@ class _Verification:
     def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
         """(directory, keywords of `LLM`) of the checkpoint and of the original."""
         engine = {name: value for name, value in self.options.engine.items() if value is not None}
-        return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine))
+        if self.pair.has_adapter:  # then --adapter says where the adapter is that the checkpoint has already
+            engine = {name: value for name, value in engine.items() if name not in ("adapters", "adapter")}
+        original = of_the_original(engine)
+        if self.pair.adapter is not None:
+            original["merge"] = self.pair.adapter
+        return (self.pair.path, engine), (self.pair.baseline, original)
 
     def answers(self) -> tuple[Report, str]:
         """Run tasks, perplexity, fidelity and sensitivity; return the report and the content of the text on which

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.adapter import read_adapter
+from quantkit.checkpoints.adapter import merged, read_adapter
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY
 from quantkit.checkpoints.model_reader import ModelReader
@@ -56,6 +56,7 @@ def load_model(
     head_dtype: str | None = None,
     backend: Backend = "auto",
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    merge: Path | str | None = None,
 ) -> Model:
     """Load a model for running.
 
@@ -68,6 +69,7 @@ def load_model(
         backend: native = quantkit's own layers; transformers = any causal language model of transformers; auto = native
             if quantkit's layers support the model, otherwise transformers.
         adapters: folders of adapters that requests can choose, keyed by name.
+        merge: folder of an adapter to merge into the weights, which must not be quantized; None = none.
     Raises:
         ModelError, CheckpointError: the directory holds no model, or an inconsistent one.
         ResourceError: the model does not fit in memory.
@@ -83,6 +85,9 @@ def load_model(
     if backend != "transformers":
         try:
             config = read_model_config(reader)
+            if merge is not None:
+                dense = open_dense(reader.path)  # which knows whether weights are quantized, and refuses those
+                reader = merged(dense, read_adapter(merge, ModelReader.of(dense, config.family)), config.family)
             with entered(device):
                 return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype, adapters=adapters)
         except NotNative:
@@ -101,10 +106,10 @@ def load_model(
             f"head_dtype is {head_dtype!r}, but transformers runs this model and keeps its head unchanged; leave "
             "head_dtype out"
         )
-    if adapters:
+    if adapters or merge is not None:
         raise InputError(
-            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters)}) only to its own layers; "
-            "merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
+            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters) or merge}) only to its "
+            "own layers; merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
         )
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
