@@ -17,7 +17,7 @@ from quantkit.runtime.model.adapters import AdaptedLinear, Adapters
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import PromptScoring, SamplingParams
 from tests.checkpoints.adapters import make_adapter
-from tests.helpers import load_tensors
+from tests.helpers import load_tensors, save_tokenizer
 from tests.runtime.helpers import difference, make_loud_model, prompts, run
 
 CLOSE, FAR = 1e-4, 1e-2
@@ -111,6 +111,24 @@ def test_inputs_that_the_base_rounds_reach_the_adapter_unrounded(tmp_path):
     added = linear(x) - plain
     assert torch.allclose(added[1:3], 100 * (x[1:3] @ update.a.T) @ update.b.T, atol=1e-4)
     assert not added[[0, 3, 4]].any()
+
+
+def test_a_gguf_base_adds_the_same(tmp_path):
+    """llama.cpp stores the rows of q and k in another order, in which B's rows are not."""
+    source = make_loud_model(tmp_path / "source", "llama")
+    save_tokenizer(source)
+    overrides = {"weights.group_size": 32, "format": "gguf"}
+    quantize(source, "rtn-int8", tmp_path / "m.gguf", overrides=overrides)
+    adapter = make_adapter(tmp_path / "adapter", source, EVERY, rank=4, lora_alpha=400)
+    added = []
+    for path in (source, tmp_path / "m.gguf"):
+        model = load_model(path, dtype="float32", adapters={"a": adapter})
+        linear, x = model.blocks[0].attention.qkv, torch.ones(2, 64)
+        plain = linear(x)
+        model.adapters.rows, model.adapters.num_rows = {"a": slice(0, 2)}, 2
+        added.append(linear(x) - plain)
+    assert added[0].abs().max() > 1
+    assert torch.allclose(*added, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
