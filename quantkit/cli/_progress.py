@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quantkit.cli._output import Output, plain_console, say
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.machine.system import resident_bytes
-from quantkit.quantities import byte_size, elapsed
+from quantkit.quantities import byte_size, counted, elapsed
 from quantkit.report.table import printable
 from quantkit.results import LayerRecord
 
@@ -101,11 +101,11 @@ def plan_line(summary: dict[str, Any]) -> str:
     Args:
         summary: the summary that `Listener.plan` receives.
     """
-    parts = [f"{_num(summary, 'num_layers')} layers"]
+    parts = [counted(_num(summary, "num_layers"), "layer")]
     if resumed := _num(summary, "resumed_layers"):
         parts.append(f"{resumed} reused from an interrupted run")
     if samples := _num(summary, "samples"):
-        parts.append(f"{samples} samples")
+        parts.append(counted(samples, "sample"))
     if predicted := _num(summary, "predicted_bytes"):
         parts.append(f"about {byte_size(predicted)} of memory at the peak")
     return "plan: " + ", ".join(parts)

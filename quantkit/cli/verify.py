@@ -13,6 +13,7 @@ import click
 from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.quantities import counted
 from quantkit.report.table import Table
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def failure(report: Report) -> str:
 
     failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
     todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
-    return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Suggested change: {todo}"
+    total = counted(len(report.gates), "gate")
+    return f"{len(failed)} of {total} did not hold: {'; '.join(failed)}. Suggested change: {todo}"
 
 
 def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:

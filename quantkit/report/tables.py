@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quantkit.quantities import MISSING, byte_size, duration, interval, number, percent, signed
+from quantkit.quantities import MISSING, byte_size, counted, duration, interval, number, percent, signed
 from quantkit.report.table import Column, Table, facts
 from quantkit.results import (
     CheckpointSummary,
@@ -54,7 +54,7 @@ def headline(report: Report) -> str:
     if not failed:
         return "The gate holds." if count == 1 else f"All {count} gates hold."
     names = ", ".join(gate.gate for gate in failed)
-    return f"{len(failed)} of {count} gate{'s' if count > 1 else ''} did not hold: {names}."
+    return f"{len(failed)} of {counted(count, 'gate')} did not hold: {names}."
 
 
 def gate_lines(gates: Sequence[GateResult]) -> list[str]:

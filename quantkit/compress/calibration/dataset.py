@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.checkpoints.tokenizer import render_chat
 from quantkit.compress.calibration.images import ImageSamples, read_records
 from quantkit.errors import DataError, first_line
+from quantkit.quantities import counted
 from quantkit.results import CalibrationRecord
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, read_text, shorten
 
@@ -154,12 +155,12 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
     repeated = count - len({tuple(sample) for sample in samples})
     unknown = tokens.count(tokenizer.unk_token_id) / len(tokens)  # 0 if the tokenizer has no such token
     findings = (
-        (without > 0, f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do"),
-        (count < asked, f"only {count} samples where {asked} were asked for; statistics will be noisier"),
-        (short > count / 4, f"{short} of {count} samples are shorter than half of {sequence_length} tokens"),
-        (repeated > 0, f"{repeated} of {count} samples are duplicates"),
+        (without > 0, f"samples without the BOS token with which the model's inputs begin: {without} of {count}"),
+        (count < asked, f"only {counted(count, 'sample')} instead of {asked}; statistics will be noisier"),
+        (short > count / 4, f"samples shorter than half of {sequence_length} tokens: {short} of {count}"),
+        (repeated > 0, f"duplicates among {counted(count, 'sample')}: {repeated}"),
         (unknown > 0.01, f"{unknown:.0%} of the tokens are unknown to the tokenizer"),
-        (len(tokens) < 4096, f"{len(tokens)} tokens in all are few; 16,000 or more are usual"),
+        (len(tokens) < 4096, f"only {counted(len(tokens), 'token')} in all; 16,000 or more are usual"),
     )
     return tuple(text for holds, text in findings if holds)
 
