@@ -165,7 +165,7 @@ def verify_result(
     path = Path(result.output)
     pair = check_pair(path, model, gates)
     options = verify_options({}, {name: value for name, value in how.items() if name == "device"})
-    report = verify_pair(pair, options, progress=output_to.tell)
+    report = verify_pair(pair, options, progress=output_to.tell, keep=lambda early: write_report(early, path))
     if not report.held:
         # Renamed first, so that the report is written into the checkpoint that it is about.
         report, path = set_aside(report, path)
@@ -230,6 +230,10 @@ def command(
     pair = check_pair(checkpoint, baseline, gates)
     folder = report_folder(pair.path) if output is None else Path(output)
     check_output(folder)
-    report = verify_pair(pair, options, progress=output_to.tell)
-    files, problem = write_report(report, folder) if is_writer() else ({}, "")
+
+    def write(report: Report) -> tuple[dict[str, Path], str]:
+        return write_report(report, folder) if is_writer() else ({}, "")
+
+    report = verify_pair(pair, options, progress=output_to.tell, keep=write)
+    files, problem = write(report)
     finish(output_to, report, files, problem)
