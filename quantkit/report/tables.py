@@ -252,7 +252,7 @@ def _agree_throughout(fidelity: FidelityResult) -> str:
     return f"{agreed} of {len(fidelity.first_divergence)}" if fidelity.first_divergence else MISSING
 
 
-def worst_groups_table(sensitivity: SensitivityMap, count: int = 8) -> Table:
+def worst_groups_table(sensitivity: SensitivityMap) -> Table:
     """Create the table of the fused groups with the largest KL, and their share of the sum."""
     total = sensitivity.sum_kl or 1.0
     return Table(
@@ -263,7 +263,7 @@ def worst_groups_table(sensitivity: SensitivityMap, count: int = 8) -> Table:
         ),
         rows=tuple(
             (f"layer {r.layer} {r.group}", r.kl, 100 * r.kl / total, r.dense_bytes or None)
-            for r in sensitivity.worst(count)
+            for r in sensitivity.worst(8)
         ),
         note=_additivity_note(sensitivity),
     )

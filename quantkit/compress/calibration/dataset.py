@@ -117,7 +117,7 @@ def load_samples(
     drawn = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data), extra))
     token_ids, held_out = drawn[:samples], _not_among(drawn[samples:], drawn[:samples])
     if not token_ids:
-        raise DataError(f"calibration data {data}: it contains no usable text")
+        raise DataError(f"calibration data {data} contains no usable text; give texts, chats or token ids")
     _check_vocabulary(drawn, vocab_size, str(data))
     warnings = lint(token_ids, samples, sequence_length, tokenizer)
     digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
@@ -267,7 +267,7 @@ def _content(record: dict[str, Any], field: str, where: str) -> Any:
             if isinstance(value, list) and isinstance(value[0], dict):
                 return _Chat(value, _tools(record.get("tools"), where))
             return value
-    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; it has: {', '.join(record)}")
+    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; its keys: {', '.join(record)}")
 
 
 def _tools(given: Any, where: str) -> list[Any] | None:

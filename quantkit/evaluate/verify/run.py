@@ -223,7 +223,7 @@ class _Verification:
         return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
-        """Build the report of these results and check the gates; failed accuracy gates cause a sensitivity map."""
+        """Build the report of these results and check the gates."""
         pair, ours, baseline = self.pair, fields["evaluation"], fields["baseline"]
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),

@@ -120,7 +120,7 @@ def test_the_linter_finds_what_is_wrong(tokenizer):
         ("blank.txt", "\n\n  \n\n", "is empty"),
         ("empty.jsonl", "", "is empty"),
         ("bad.jsonl", '{"text": "a"}\n{"text": ', "bad.jsonl:2 is not valid JSON .*one JSON object per line"),
-        ("keys.jsonl", '{"story": "once"}', "no 'text', 'messages' or 'input_ids' with content; it has: story"),
+        ("keys.jsonl", '{"story": "once"}', "no 'text', 'messages' or 'input_ids' with content; its keys: story"),
         ("list.jsonl", "[1, 2]", "list.jsonl:1 holds a JSON list, not an object; one JSON object per line"),
         ("ids.jsonl", '{"input_ids": [0, 5, 999]}', "token id 999 is outside the model's vocabulary of 260"),
         ("negative.jsonl", '{"input_ids": [0, -5, 9]}', "token id -5 is outside"),
