@@ -235,5 +235,4 @@ def command(
         return write_report(report, folder) if is_writer() else ({}, "")
 
     report = verify_pair(pair, options, progress=output_to.tell, keep=write)
-    files, problem = write(report)
-    finish(output_to, report, files, problem)
+    finish(output_to, report, *write(report))

@@ -318,7 +318,7 @@ def _parse(record: Mapping[str, Any], where: str, folder: Path) -> ImageChat:
         inside = [part for message in chat for part in message["content"] if part["type"] == "image"]
         files = files or [part[min({"image", "path", "url"} & part.keys(), default="path")] for part in inside]
     except (TypeError, KeyError, AttributeError):
-        raise DataError(f"{where}: 'messages' is not a chat of texts and images with paths") from None
+        raise DataError(f"{where}: 'messages' is not a chat of texts and images, each image with a path") from None
     if not inside:
         chat[0]["content"] = [*[{"type": "image"} for _ in files], *chat[0]["content"]]
     elif len(inside) != len(files):

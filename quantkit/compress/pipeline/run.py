@@ -62,8 +62,7 @@ def quantize(
         output: directory to write, or a file if the format is a single file; None = `<model>-<recipe>` in the current
             directory. It is written under another name and renamed after all checks.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" if the layers run on a
-            GPU.
+        activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" on a GPU, else "disk".
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
         engine: name of an engine in `quantkit.engine_rules` that must be able to read the result. If it cannot, the
