@@ -23,7 +23,7 @@ from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.distribution import installed_version
-from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
+from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError, RequestError
 from quantkit.evaluate.loading import check_same_language
 from quantkit.formats import is_gguf
 from quantkit.formats.ggml.gguf_file import read_gguf
@@ -69,6 +69,18 @@ class Pair:
     gates_given: bool = False
     has_adapter: bool = False
     adapter: Path | None = None
+
+    def check_vllm(self) -> None:
+        """Refuse to run the pair in vLLM if the original needs an adapter merged into it.
+
+        Raises:
+            RequestError: it does.
+        """
+        if self.adapter is not None:
+            raise RequestError(
+                f"vLLM cannot merge the adapter {self.adapter} into the original; merge them with PEFT's "
+                "merge_and_unload, and give the merged model as --baseline"
+            )
 
     @property
     def ignored(self) -> tuple[str, ...]:
