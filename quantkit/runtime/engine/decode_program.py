@@ -39,6 +39,8 @@ class DecodeProgram:
         max_sequences: maximum number of sequences in one batch.
     Raises:
         Unsupported: the model has a part that no program covers.
+    Attributes:
+        hidden: see `NativeModel.compute`; of the last step, with unused rows behind its own.
     """
 
     def __init__(self, model: NativeModel, cache: KVCache, builder: BatchBuilder, *, max_sequences: int) -> None:
@@ -47,7 +49,8 @@ class DecodeProgram:
 
     def _prepare(self, rows: int) -> None:
         self._angles = [AngleTable() for _ in self._model.tables]
-        self._program, self._stream, self._scores = record(self._model, self._cache, self._angles, rows)
+        self._program, self._stream, hidden, self._scores = record(self._model, self._cache, self._angles, rows)
+        self.hidden = None if self._model.mtp is None else hidden
         self._tokens = np.zeros(rows, dtype=np.int64)
         self._token_ids = torch.from_numpy(self._tokens)
 
@@ -90,7 +93,7 @@ class DecodeProgram:
 
 def record(
     model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], rows: int
-) -> tuple[Program, Tensor, Tensor]:
+) -> tuple[Program, Tensor, Tensor, Tensor]:
     """Record a decode step of a model.
 
     Args:
@@ -99,8 +102,8 @@ def record(
         angles: an angle table for each rotary embedding of the model; their addresses are set before each step.
         rows: maximum number of sequences.
     Returns:
-        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffer, the head's
-        scores (rows, V).
+        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffers, the hidden
+        states (rows, H) after the final norm and the output projection's scores (rows, V).
     Raises:
         Unsupported: the model has a part that no program covers.
     """
@@ -116,7 +119,7 @@ def record(
         if not isinstance(block, Block):
             raise Unsupported("several residual streams")
         pending = recorder.block(block, pending)
-    return recorder.program, recorder.stream, recorder.head(pending)
+    return recorder.program, recorder.stream, *recorder.head(pending)
 
 
 class _Recorder:
@@ -144,10 +147,10 @@ class _Recorder:
             self._norm(block.output_norm, added, out=added)
         return added
 
-    def head(self, pending: Tensor | None) -> Tensor:
-        """Record the final norm and the output head; return the buffer of the head's scores."""
+    def head(self, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Record the final norm and the output head; return the buffers of the norm's outputs and the head's scores."""
         normed = self._norm(self._model.final_norm, self.stream if pending is None else pending, pending is not None)
-        return self._linear(self._model.head, normed, "scores")
+        return normed, self._linear(self._model.head, normed, "scores")
 
     def _attention(self, block: Block, attention: Attention, entered: Tensor) -> Tensor:
         paged, options = self._cache.attention[attention.layer], attention.options

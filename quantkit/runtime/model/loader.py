@@ -33,6 +33,7 @@ from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.expected_tensors import check_memory, check_tensors
 from quantkit.runtime.model.layers import Block
 from quantkit.runtime.model.model import Model, NativeModel
+from quantkit.runtime.model.mtp import build_draft_head, find_draft_head
 from quantkit.runtime.model.residual_streams import StreamedBlock
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.safety.untrusted import read_object
@@ -50,6 +51,7 @@ def load_model(
     device: torch.device | str = "cpu",
     head_dtype: str | None = None,
     backend: Backend = "auto",
+    mtp: bool = False,
 ) -> Model:
     """Load a model for running.
 
@@ -61,6 +63,7 @@ def load_model(
         head_dtype: int8 or int4 quantizes the output head at load; None leaves it unchanged.
         backend: native = quantkit's own layers; transformers = any causal language model of transformers; auto = native
             if quantkit's layers support the model, otherwise transformers.
+        mtp: whether to load the model's MTP head, which drafts tokens; only for quantkit's own layers.
     Raises:
         ModelError, CheckpointError: the directory holds no model, or an inconsistent one.
         ResourceError: the model does not fit in memory.
@@ -76,7 +79,7 @@ def load_model(
         try:
             config = read_model_config(reader)
             with entered(device):
-                return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
+                return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype, mtp=mtp)
         except NotNative:
             if backend == "native":
                 raise
@@ -112,26 +115,31 @@ def load_native(
     dtype: str | torch.dtype,
     device: torch.device,
     head_dtype: str | None = None,
+    mtp: bool = False,
 ) -> NativeModel:
     """Build a model from its config and checkpoint.
 
     Args:
         reader: reader of the checkpoint.
         config: config of the model.
-        dtype, device, head_dtype: see `load_model`.
+        dtype, device, head_dtype, mtp: see `load_model`.
     Raises:
         NotNative: the runtime cannot decode the format of the quantized linears.
         CheckpointError, ResourceError: see `load_model`.
+        RequestError: the checkpoint has no MTP head, although it is asked for.
     """
     reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
-    check_tensors(config, reader, scheme)
+    drafting = find_draft_head(config, reader) if mtp else None
+    check_tensors(config, reader, scheme, drafting)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, device)
     check_memory(reader, chosen, device)
     weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
     parts = build_parts(weights)
     head = _build_head(weights, parts["embedding"], head_dtype)
+    if drafting is not None:
+        parts["mtp"] = build_draft_head(weights, drafting, parts["ropes"])
     release_freed_memory()
     facts = [stored_cache.note] if stored_cache.note else []
     facts += [_RECURRENT] * config.is_recurrent + [_TEXT_ALONE] * ConfigReader(reader.config).is_wrapped

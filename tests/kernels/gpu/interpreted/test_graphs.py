@@ -58,7 +58,7 @@ def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch):
     again = make(folder, "int4")
     runner = again.engine.runner
     graphs = DecodeGraphs(
-        again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
+        again.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=lambda step: step
     )
     runner._graphs = graphs
     assert generate(again) == expected
@@ -85,7 +85,7 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch):
     assert "Triton" in again.model.head.description
     runner = again.engine.runner
     runner._graphs = DecodeGraphs(
-        again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=keep_outputs
+        again.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=keep_outputs
     )
     again.engine._overlap = Overlap(runner, again.engine.scheduler)
     assert generate(again, MIXED) == expected
@@ -112,7 +112,7 @@ def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch, re
     def fail(step):
         raise refusal
 
-    runner._graphs = DecodeGraphs(llm.model, runner.cache, runner._builder, max_sequences=2, max_pages=4, capture=fail)
+    runner._graphs = DecodeGraphs(llm.model, runner.cache, runner.builder, max_sequences=2, max_pages=4, capture=fail)
     assert len(generate(llm)[0]) == LENGTHS[0]
     assert runner.graph_status == f"no: {first_line(refusal)}"
 
@@ -189,7 +189,7 @@ def test_the_device_chooses_experts(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CUDA_GRAPHS", "experts")
     assert why_not(stacked.model, runner.cache, 64) is None
     runner._graphs = DecodeGraphs(
-        stacked.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
+        stacked.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=lambda step: step
     )
     assert generate(stacked) == expected
     assert runner.graph_status == "yes"

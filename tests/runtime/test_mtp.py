@@ -1,0 +1,144 @@
+"""MTP heads: what they compute is what a plain reference computes, and no token of the text changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.model.loader import load_model
+from quantkit.runtime.types import SamplingParams
+from tests.helpers import edit_tensors, load_tensors
+from tests.runtime.helpers import make_batch, prompts
+from tests.runtime.mtp_models import KINDS, Reference, make_mtp_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folder of each kind of model."""
+    return {kind: make_mtp_model(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+@torch.inference_mode()
+def drafts_of(folder, ids, chunk, num_steps):
+    """Logits of drafts at every position but the last of `ids`, and at further steps; by quantkit, in chunks."""
+    model = load_model(folder, dtype="float32", backend="native", mtp=True)
+    cache, pages = KVCache(model.layouts(None, 16), 8, 1), [[3, 0, 5, 1, 7, 2, 4, 6]]
+    logits = []
+    for start in range(0, len(ids) - 1, chunk):
+        tokens = ids[start : start + chunk][: len(ids) - 1 - start]
+        _, hidden = model.compute(make_batch([tokens], [start], pages, rows=[]), cache)
+        following = ids[start + 1 : start + 1 + len(tokens)]
+        states = model.draft_states(hidden, make_batch([following], [start], pages), cache)
+        logits.append(model.draft_logits(states))
+    for past in range(len(ids) - 1, len(ids) - 1 + num_steps):
+        token = int(logits[-1][-1].argmax())
+        states = model.draft_states(states[-1:], make_batch([[token]], [past], pages), cache)
+        logits.append(model.draft_logits(states))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_computes_what_a_plain_reference_computes(models, kind):
+    (ids,) = prompts(40)
+    expected = Reference(models[kind]).draft_logits(ids, 3)
+    for chunk in (64, 7):
+        actual = drafts_of(models[kind], ids, chunk, 3)
+        assert actual.shape == expected.shape == (42, 260)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_a_head_may_have_its_own_embedding_and_output_projection(tmp_path):
+    folder = make_mtp_model(tmp_path, "glm4_moe", own_tables=True)
+    (ids,) = prompts(20)
+    expected = Reference(folder).draft_logits(ids, 2)
+    torch.testing.assert_close(drafts_of(folder, ids, 64, 2), expected, rtol=0, atol=1e-4)
+
+
+def test_copies_of_the_models_tables_are_not_kept_twice(tmp_path):
+    folder = make_mtp_model(tmp_path, "glm4_moe", own_tables=True)
+    own = load_model(folder, mtp=True)
+    tensors = load_tensors(folder)
+    copies = {
+        "model__layers__2__embed_tokens__weight": tensors["model.embed_tokens.weight"],
+        "model__layers__2__shared_head__head__weight": tensors["lm_head.weight"],
+    }
+    edit_tensors(folder, **copies)
+    shared = load_model(folder, mtp=True)
+    assert shared.mtp.embedding is shared.mtp.output is None
+    assert own.num_bytes - shared.num_bytes >= sum(table.nbytes for table in copies.values())
+
+
+def texts(folder, requests, **settings):
+    """Tokens of each request, and the engine's counters."""
+    settings = {"dtype": "float32", "threads": 1, "page_size": 16, **settings}
+    llm = LLM(folder, **settings)
+    tokens = []
+    for _ in range(2):  # the second time, the prompts' pages are shared
+        done = llm.generate(*zip(*requests, strict=True))
+        tokens += [completion.token_ids for completion in done]
+        llm.engine.check_integrity()
+    stats = llm.stats()
+    assert stats["kv_free_pages"] == stats["kv_pages"]
+    return tokens, stats
+
+
+def requests():
+    """Prompts of several lengths, greedy and sampled."""
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True)
+    drawn = [SamplingParams(max_tokens=24, temperature=0.7, seed=seed, top_p=0.9, ignore_eos=True) for seed in range(2)]
+    return list(zip(prompts(1, 5, 40, 17, 33), [greedy, drawn[0], greedy, drawn[1], greedy], strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_drafts": 1, "max_sequences": 2},
+        {"token_budget": 8, "max_sequences": 4},
+        {"num_pages": 6, "max_length": 90},
+        {"chunked": False, "prefix_cache": False, "force_speculation": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_changes(models, kind, settings):
+    plain, _ = texts(models[kind], requests())
+    drafted, stats = texts(models[kind], requests(), **{"speculate": "mtp", "force_speculation": True, **settings})
+    assert drafted == plain
+    assert stats["drafted_tokens"] > 50
+    assert (stats["preemptions"] > 0) == ("num_pages" in settings)
+    assert (stats["prefix_hit_tokens"] > 0) == settings.get("prefix_cache", True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_do_not_depend_on_chunks_batches_or_shared_pages(models, kind):
+    """The head's cache covers all positions, however these were computed, so equal texts have equal drafts."""
+    (prompt, *_), params = prompts(70), SamplingParams(max_tokens=24, ignore_eos=True)
+    options = {"dtype": "float32", "threads": 1, "page_size": 16, "speculate": "mtp", "force_speculation": True}
+
+    def drafts(**settings):
+        llm = LLM(models[kind], **options, **settings)
+        proposer, seen = llm.engine._proposer, []
+        propose = proposer.propose
+
+        def kept(sequences, count):
+            propose(sequences, count)
+            seen.extend((len(s.ids), tuple(s.drafts)) for s in sequences if s.id == asked)
+
+        asked = 0
+        llm.engine._proposer.propose = kept
+        llm.generate([prompt], params)
+        whole, asked = list(seen), 1
+        seen.clear()
+        llm.generate([prompt, *prompts(9, 30)], params)
+        return whole, seen
+
+    whole, shared = drafts()
+    pieces, _ = drafts(token_budget=7, max_sequences=3)
+    assert len(whole) > 5
+    assert pieces == whole
+    # The last position of a shared page may hold the token that followed in the sequence which computed it: the same
+    # token here.
+    assert shared == whole
