@@ -110,10 +110,8 @@ def train(model: Qwen3_5ForCausalLM, head: Head, tokenizer: PreTrainedTokenizerF
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == args.steps - 1:
-            seconds = time.perf_counter() - began
-            print(
-                f"step {step}/{args.steps} {seconds:.0f} s loss {own.item():.3f} head {further.item():.3f}", flush=True
-            )
+            values = f"{time.perf_counter() - began:.0f} s loss {own.item():.3f} head {further.item():.3f}"
+            print(f"step {step}/{args.steps} {values}", flush=True)
 
 
 def export(model: Qwen3_5ForCausalLM, head: Head, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

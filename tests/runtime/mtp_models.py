@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,3 +103,17 @@ class Reference:
                 return logits
             tokens.append(int(logits[-1].argmax()))
             hidden = torch.cat([hidden, (normed if self.is_qwen else out)[:, -1:]], dim=1)
+
+
+def drafts_in_turns(llm: Any, asked: list[list[int]], params: Any) -> tuple[list[Any], list[Any]]:
+    """Drafts of each sequence with its length before them, and the texts, of an engine that drafts in some steps."""
+    turns, seen, proposer = itertools.cycle((0, 3, 0, 0, 1)), [], llm.engine._proposer
+    llm.engine.controller.choose = lambda number: next(turns)
+    propose = proposer.propose
+
+    def kept(sequences: Any, count: int) -> None:
+        propose(sequences, count)
+        seen.extend((s.id, len(s.ids), tuple(s.drafts)) for s in sequences)
+
+    proposer.propose = kept
+    return seen, [completion.token_ids for completion in llm.generate(asked, params)]

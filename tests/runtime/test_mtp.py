@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.engine.speculation import SpeculationController
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.loader import load_model
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import edit_tensors, load_tensors
-from tests.runtime.helpers import make_batch, prompts
-from tests.runtime.mtp_models import KINDS, Reference, make_mtp_model
+from tests.runtime.helpers import make_batch, make_loud_model, prompts
+from tests.runtime.mtp_models import KINDS, Reference, drafts_in_turns, make_mtp_model
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,89 @@ def test_drafts_do_not_depend_on_chunks_batches_or_shared_pages(models, kind):
     pieces, _ = drafts(token_budget=7, max_sequences=3)
     assert len(whole) > 5
     assert pieces == whole
+    text, reference = (
+        [*prompt, *LLM(models[kind], **options).generate([prompt], params)[0].token_ids],
+        Reference(models[kind]),
+    )
+    for length, guessed in whole[:: len(whole) // 4]:  # most drafts before these were rejected
+        logits = reference.draft_logits(text[:length], len(guessed) - 1)
+        assert guessed == tuple(logits[length - 2 :].argmax(-1).tolist())
     # The last position of a shared page may hold the token that followed in the sequence which computed it: the same
     # token here.
     assert shared == whole
+
+
+def make_predictable(folder):
+    """Write a model in which each token depends only on the one before it, as the head knows too."""
+    make_mtp_model(folder, "qwen3_5_text")
+    tensors = load_tensors(folder)
+    for name, value in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or "mtp.pre_fc_norm" in name:
+            value.zero_()
+    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["mtp.fc.weight"] = torch.eye(64, 128)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_perfect_head_is_always_right(tmp_path):
+    folder = make_predictable(tmp_path)
+    drafted, stats = texts(folder, requests(), speculate="mtp", force_speculation=True)
+    assert drafted == texts(folder, requests())[0]
+    assert stats["acceptance"] == 1
+    assert stats["acceptance_by_position"] == [1, 1, 1, 1]
+
+
+def test_acceptance_is_counted_by_position():
+    controller = SpeculationController(3)
+    for drafted, accepted in ((3, 3), (3, 1), (2, 0), (3, 2), (1, 1)):
+        controller.accepted(drafted, accepted)
+    assert controller.drafted_at == [5, 4, 3]
+    assert controller.accepted_at == [4, 2, 1]
+    assert controller.acceptance_at == (4 / 5, 2 / 4, 1 / 3)
+    assert (controller.num_drafted, controller.num_accepted, controller.acceptance) == (12, 7, 7 / 12)
+    assert SpeculationController(3).acceptance_at == ()
+
+
+def test_plain_steps_in_one_native_call_show_the_head_their_hidden_states(tmp_path, monkeypatch):
+    """Plain and drafted steps take turns; the plain ones are one native call, or layer by layer."""
+    folder = make_mtp_model(tmp_path, "glm4_moe", first_k_dense_replace=3)
+
+    def run(on):
+        monkeypatch.setenv("QUANTKIT_DECODE_PROGRAM", str(int(on)))
+        llm = LLM(folder, dtype="float32", threads=1, page_size=16, max_length=64, max_sequences=4, speculate="mtp")
+        assert (llm.engine.runner.program_status == "one native call") == on
+        return drafts_in_turns(llm, prompts(5, 17, 9), SamplingParams(max_tokens=24, ignore_eos=True))
+
+    assert run(True) == run(False)
+
+
+def test_the_heads_keys_and_values_are_never_quantized(models):
+    llm = LLM(models["glm4_moe"], speculate="mtp", force_speculation=True, kv_cache="int8", threads=1)
+    assert [layout.scheme.is_quantized for layout in llm.engine.runner.cache.layouts] == [True, True, False]
+    llm.generate(prompts(5, 40), SamplingParams(max_tokens=12, ignore_eos=True))
+    assert llm.stats()["drafted_tokens"] > 0
+    llm.engine.check_integrity()
+
+
+def test_what_cannot_draft_is_refused(models, tmp_path):
+    plain = make_loud_model(tmp_path / "plain", "llama")
+    with pytest.raises(RequestError, match="the model has no MTP head that can draft; set speculate to ngram"):
+        LLM(plain, speculate="mtp", lazy=True)
+    with pytest.raises(
+        RequestError, match="transformers runs this model, without its MTP head; set speculate to ngram"
+    ):
+        LLM(models["glm4_moe"], speculate="mtp", backend="transformers", lazy=True)
+    with pytest.raises(RequestError, match=r"kv_budget does not work with .* an MTP head"):
+        LLM(models["glm4_moe"], speculate="mtp", kv_budget=64, lazy=True)
+    hybrid = ["linear_attention", "full_attention", "full_attention"]
+    recurrent = make_mtp_model(tmp_path / "hybrid", "qwen3_5_text", layer_types=hybrid)
+    with pytest.raises(RequestError, match="keeps a recurrent state"):
+        LLM(recurrent, speculate="mtp", lazy=True)
+
+
+def test_a_head_without_a_tensor_is_refused(tmp_path):
+    folder = make_mtp_model(tmp_path, "glm4_moe")
+    edit_tensors(folder, model__layers__2__hnorm__weight=None)
+    with pytest.raises(CheckpointError, match=r"tensor model.layers.2.hnorm.weight \(64,\) is missing"):
+        LLM(folder, speculate="mtp")

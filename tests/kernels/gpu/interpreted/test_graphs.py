@@ -23,6 +23,7 @@ from quantkit.runtime.model import loader
 from quantkit.runtime.model import weights as _weights
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
+from tests.runtime.mtp_models import drafts_in_turns, make_mtp_model
 
 PROMPTS = [[5, 6, 7] * 5, [9] * 30, [3, 1]]
 LENGTHS = (4, 7, 3)
@@ -68,8 +69,8 @@ def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch):
 
 def keep_outputs(step):
     """As a graph has it: every replay writes over what the last one gave."""
-    kept = step()
-    return lambda: kept.copy_(step())
+    kept, _ = step()
+    return lambda: (kept.copy_(step()[0]), None)
 
 
 MIXED = ({"temperature": 0.9, "seed": 3}, {}, {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "seed": 5})
@@ -90,6 +91,22 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch):
     again.engine._overlap = Overlap(runner, again.engine.scheduler)
     assert generate(again, MIXED) == expected
     assert again.engine._overlap.num_followed >= 3
+
+
+@pytest.mark.slow
+def test_an_mtp_head_reads_the_hidden_states_of_fixed_steps(tmp_path, monkeypatch):
+    """Steps without drafts are replayed, those with drafts are not; the head reads both."""
+    folder = make_mtp_model(tmp_path, "glm4_moe", first_k_dense_replace=3)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = drafts_in_turns(make(folder, "auto", speculate="mtp"), [[5, 6, 7], [8, 9], [1]], params)
+    again = make(folder, "auto", speculate="mtp")
+    runner = again.engine.runner
+    runner._graphs = DecodeGraphs(
+        again.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=lambda step: step
+    )
+    assert drafts_in_turns(again, [[5, 6, 7], [8, 9], [1]], params) == expected
+    assert runner._graphs._steps
 
 
 REFUSALS = (
