@@ -185,6 +185,7 @@ def _finish(
         capacity_tokens=pages * engine.config.page_size if engine.runner.cache is not None else None,
         device=_device_name(target.llm.device),
         settings=_settings(target, ceilings),
+        acceptance=tuple(target.llm.stats()["acceptance_by_position"]),
     )
 
 

@@ -17,7 +17,7 @@ from quantkit.results import (
     SensitivityMap,
 )
 from quantkit.results.compression import describe_caches, describe_experts
-from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, BEHAVIOUR, LENGTH_BAND
+from quantkit.results.statistics.comparison import ACCEPTANCE, ALL_TASKS, ANSWER_LENGTH, BEHAVIOUR, LENGTH_BAND
 from quantkit.results.statistics.summary import median
 
 VERDICTS = {
@@ -146,7 +146,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table | None:
     rows = [c for c in comparisons if not c.subject.startswith((ANSWER_LENGTH, BEHAVIOUR))]
     if not rows:
         return None
-    tasks = [c for c in rows if not c.subject.startswith("perplexity") and c.subject != ALL_TASKS]
+    tasks = [c for c in rows if not c.subject.startswith(("perplexity", ACCEPTANCE)) and c.subject != ALL_TASKS]
     return Table(
         title="Model beside original, same items",
         columns=(

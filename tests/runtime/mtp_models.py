@@ -56,6 +56,19 @@ def make_mtp_model(folder: Path, kind: str, *, own_tables: bool = False, **chang
     return folder
 
 
+def make_predictable(folder: Path) -> Path:
+    """Write a model in which each token depends only on the one before it, as the head knows too."""
+    make_mtp_model(folder, "qwen3_5_text")
+    tensors = load_tensors(folder)
+    for name, value in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or "mtp.pre_fc_norm" in name:
+            value.zero_()
+    tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["mtp.fc.weight"] = torch.eye(64, 128)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @dataclass
 class Reference:
     """The model and the head's layer by transformers; the head's norms, projections and order of computations here."""
