@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["full_attention"] * 3},
     "deepseek_v3": {},
     "glm4_moe": {},
+    "glm4_moe_lite": {"q_lora_rank": 32},
 }
 
 

@@ -93,18 +93,19 @@ def requests():
     return list(zip(prompts(1, 5, 40, 17, 33), [greedy, drawn[0], greedy, drawn[1], greedy], strict=True))
 
 
+SCHEDULES = [
+    {"num_pages": 6, "max_length": 90},
+    {"max_drafts": 1, "max_sequences": 2},
+    {"token_budget": 8, "max_sequences": 4},
+    {"chunked": False, "prefix_cache": False, "force_speculation": False},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_drafts": 1, "max_sequences": 2},
-        {"token_budget": 8, "max_sequences": 4},
-        {"num_pages": 6, "max_length": 90},
-        {"chunked": False, "prefix_cache": False, "force_speculation": False},
-    ],
+    ("kind", "settings"),
+    [*((kind, SCHEDULES[0]) for kind in KINDS), *(("glm4_moe", settings) for settings in SCHEDULES[1:])],
     ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_no_token_changes(models, kind, settings):
     plain, _ = texts(models[kind], requests())
     drafted, stats = texts(models[kind], requests(), **{"speculate": "mtp", "force_speculation": True, **settings})
