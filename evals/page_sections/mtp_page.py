@@ -32,7 +32,7 @@ def table() -> str:
         f"{taken}; [script](../evals/mtp/measure_mtp.py).",
         f"With drafts, one sequence on one thread decoded {min(gains):.2f} to {max(gains):.2f} times as many tokens "
         "per CPU second as without. The machine was busy, so this shows neither a gain nor a loss. This model has 3 "
-        "layers, beside which its head costs much, and Python takes a large part of each step: expect other speeds of a "
-        "large model.",
+        "layers, beside which its head costs much, and Python takes a large part of each step: expect other speeds "
+        "of a large model.",
     )
     return "\n".join([*lines, "", notes[0], "", notes[1], ""])

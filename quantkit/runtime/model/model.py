@@ -4,13 +4,12 @@ Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, StateLayout, kv_dtype
 from quantkit.kernels.types import ForwardBatch, Linear
@@ -84,7 +83,7 @@ class NativeModel(Model):
 
     Args:
         config: config of the model.
-        embedding: (V, H) table, any float dtype.
+        embedding: looks up rows of the embedding table: (T,) -> (T, H), any float dtype.
         blocks: decoder layers in running order.
         streams: splits and joins several residual streams; None = the model has one stream.
         ropes: rotary embeddings that the blocks refer to by index.
@@ -97,7 +96,7 @@ class NativeModel(Model):
     """
 
     config: ModelConfig
-    embedding: Tensor
+    embedding: Callable[[Tensor], Tensor]
     blocks: Sequence[Block | StreamedBlock]
     streams: StreamHead | None = None
     ropes: Sequence[RopeConfig]
@@ -170,10 +169,12 @@ class NativeModel(Model):
         assert self.mtp is not None, "the model has no MTP head"
         return self.scaled_logits(self.mtp.scores(states, self.head))
 
-    def embed(self, token_ids: Tensor, table: Tensor | None = None) -> Tensor:
-        """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled, from the model's or another
-        table (V, H)."""
-        x = embedding(token_ids, self.embedding if table is None else table).to(self.dtype)
+    def embed(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled.
+
+        `look_up` returns rows of another table than the model's.
+        """
+        x = (look_up or self.embedding)(token_ids).to(self.dtype)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def reserve(self, length: int) -> None:

@@ -5,10 +5,12 @@ model's KV cache, as the layer after the model's last one, so that pages, shared
 too. Shapes: T tokens, H hidden width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.checkpoints.reader import CheckpointReader
@@ -29,7 +31,7 @@ class DraftHead:
 
     Args:
         description: names and order of the computations.
-        embedding: the head's own (V, H) table; None = the model's.
+        embedding: looks up token ids (T,) in the head's own table; None = the model's applies.
         embedding_norm, hidden_norm: norms of the two inputs.
         projection: linear (T, 2 H) -> (T, H).
         block: the decoder layer.
@@ -38,7 +40,7 @@ class DraftHead:
     """
 
     description: MTPHead
-    embedding: Tensor | None
+    embedding: Callable[[Tensor], Tensor] | None
     embedding_norm: Norm
     hidden_norm: Norm
     projection: Linear
@@ -99,9 +101,10 @@ def build_draft_head(weights: Weights, head: MTPHead, ropes: Sequence[RopeConfig
     embedding = _unless_copy(weights, head.embedding, family.embedding)
     output = _unless_copy(weights, head.output, family.embedding if weights.config.tied else family.head)
     table = f"{embedding}.weight"
+    stored = weights.reader.info(table).dtype if embedding is not None else None
     return DraftHead(
         description=head,
-        embedding=None if embedding is None else weights.tensor(table, weights.reader.info(table).dtype),
+        embedding=None if embedding is None else partial(F.embedding, weight=weights.tensor(table, stored)),
         embedding_norm=weights.norm(head.embedding_norm),
         hidden_norm=weights.norm(head.hidden_norm),
         projection=weights.linear([head.projection]),
