@@ -136,8 +136,8 @@ def build_engine(
     Args:
         model: model to run.
         config: settings.
-        draft: model that proposes draft tokens; None = the model's MTP head proposes them if it is loaded, or else
-            n-grams, if there is a controller.
+        draft: model that proposes draft tokens; None = the model's MTP head or n-grams propose them, as the
+            settings say, if there is a controller.
         controller: chooses the number of draft tokens; None = no speculation.
         tokenizer: see `Engine`.
         identity: identity of the model, for the prefix cache.
@@ -164,7 +164,8 @@ def build_engine(
         return KVCache(layouts, num_pages, config.max_sequences, device) if layouts else None
 
     proposer: Proposer | None = None if controller is None else NgramProposer()
-    if isinstance(model, NativeModel) and model.mtp is not None:
+    if config.speculate == "mtp":
+        assert isinstance(model, NativeModel) and model.mtp is not None, "`predict_capacity` refuses other models"
         proposer = MTPProposer(model)
     if draft is not None:
         draft_cache = cache(drafts or (), draft.device)

@@ -45,6 +45,7 @@ from quantkit.safety.untrusted import read_object
 Backend = Literal["auto", "native", "transformers"]
 
 _RECURRENT = "the recurrent layers run in plain torch, and the prefix cache is off for this model"
+_UNQUANTIZED_CACHE = "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and values unquantized"
 _TEXT_ALONE = "only the language model is loaded, for text prompts; image and other encoders are left out"
 
 
@@ -102,13 +103,7 @@ def load_model(
         )
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
-        notes = (
-            *notes,
-            (
-                "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and "
-                "values unquantized"
-            ),
-        )
+        notes = (*notes, _UNQUANTIZED_CACHE)
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
 
 
