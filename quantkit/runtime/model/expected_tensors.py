@@ -17,6 +17,7 @@ from quantkit.formats.base import by_module
 from quantkit.machine.devices import free_bytes
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.mtp import unread_prefixes
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.quantities import byte_size
 
@@ -81,27 +82,14 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
                     "not say how it is quantized; copy the original config.json again"
                 )
             reader.check_shape(f"{name}.weight", (rows, width))
-    further = _further_layers(model)
+    unread = unread_prefixes(model)
     for name in reader.names:
-        if name.startswith(further):
-            continue
         # A tensor that no part of the model uses would silently make the output wrong.
-        if name not in known and not _IGNORED.fullmatch(name) and not name.startswith(model.family.unread):
+        if name not in known and not _IGNORED.fullmatch(name) and not name.startswith(unread):
             raise CheckpointError(
                 f"{reader.path}: the model that config.json describes has no tensor {name}, but the weights have one "
                 f"of shape {reader.info(name).shape}; config.json and weights belong to different models"
             )
-
-
-def _further_layers(model: ModelDescription) -> tuple[str, ...]:
-    """Return the name prefixes of layers that only predict further tokens, for training or as drafts.
-
-    The model runs without these layers.
-    """
-    count = model.entries.count("num_nextn_predict_layers", default=0, at_least=0)
-    first = model.num_layers
-    layers = [f"{model.family.layers}.{number}." for number in range(first, first + count)]
-    return (*layers, "mtp.") if count else ()
 
 
 def stored_scheme(name: str, local: Iterable[str], scheme: Scheme | None) -> LinearScheme | None:
