@@ -307,7 +307,7 @@ class Family:
         native: whether quantkit's own layers can run the family's models; otherwise transformers runs the models.
         not_native: keys that, if true, require a computation that quantkit's own layers lack.
         gguf: names in GGUF files; None = the GGUF export does not support the family.
-        block: function (config.json, layer number) that returns the layer's attention, and tensors but norms and experts.
+        block: function of config.json and a layer's number that returns attention, and tensors but norms and experts.
         wrapper: multimodal models whose language model quantkit's own layers can run.
         only: predicate on config.json; False = the family does not describe this model although `hf_names` match.
         known: False if planning can only count the family's layers as if they were Llama's.
