@@ -208,12 +208,12 @@ def head_tensors(model: ModelDescription, head: MTPHead) -> LayerTensors:
     return LayerTensors(matrices=tuple(matrices), vectors=vectors, attention=inside.attention)
 
 
-def unread_prefixes(model: ModelDescription) -> tuple[str, ...]:
-    """Return the prefixes of the names of tensors that the model itself never reads: MTP heads, and towers."""
+def mtp_prefixes(model: ModelDescription) -> tuple[str, ...]:
+    """Return the prefixes of the names of all tensors of MTP heads, also if the family does not describe its heads."""
     entries, family = model.entries, model.family
     if family.mtp is not None:
-        return (*family.unread, *family.mtp.prefixes(entries))
+        return family.mtp.prefixes(entries)
     # Files of other families use these names; the heads are copied and never read.
     count, layers = entries.count("num_nextn_predict_layers", default=0, at_least=0), model.num_layers
-    further = [f"{family.layers}.{number}." for number in range(layers, layers + count)]
-    return (*family.unread, *further, *(["mtp."] if count else []))
+    further = (f"{family.layers}.{number}." for number in range(layers, layers + count))
+    return (*further, "mtp.") if count else ()

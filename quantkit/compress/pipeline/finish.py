@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.mtp_heads import unquantized_prefixes
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.checkpoint_writer import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
@@ -91,7 +92,7 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     files, which may follow an older naming.
 
     Returns:
-        Scheme of each quantized linear, and the names of the unquantized linears.
+        Scheme of each quantized linear, and the names of the unquantized linears; see `Format.config`.
     """
     reader = plan.reader
     schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
@@ -99,6 +100,7 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     for name in reader.names:
         if not plan.skeleton.has_parameter(name):  # in a part that the model lacks or names differently: MTP, towers
             others += unquantized_modules(name, reader.info(name).shape)
+    others += unquantized_prefixes(reader.config, reader.names, schemes)
     return schemes, tuple(dict.fromkeys(name for name in others if name not in schemes))
 
 
