@@ -7,7 +7,7 @@ from typing import Any
 from quantkit.errors import ModelError
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import find_language_model
-from quantkit.models.mtp import MTPHead, mtp_heads, mtp_prefixes
+from quantkit.models.mtp import MTP, MTPHead, mtp_heads, mtp_prefixes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,11 +18,13 @@ class StoredHeads:
         prefixes: prefixes of the names of all tensors that belong to heads.
         heads: the heads, if the family describes them.
         model: description of the model; None if no family file describes it.
+        data: the family's description of heads.
     """
 
     prefixes: tuple[str, ...] = ()
     heads: tuple[MTPHead, ...] = ()
     model: ModelDescription | None = None
+    data: MTP | None = None
 
 
 def find_heads(config: Mapping[str, Any], names: Collection[str]) -> StoredHeads:
@@ -39,7 +41,7 @@ def find_heads(config: Mapping[str, Any], names: Collection[str]) -> StoredHeads
         prefixes = tuple(prefix for prefix in mtp_prefixes(model) if any(name.startswith(prefix) for name in names))
     except (ModelError, TypeError):  # quantkit does not know the family, or config.json lacks entries
         return StoredHeads()
-    return StoredHeads(prefixes=prefixes, heads=heads, model=model)
+    return StoredHeads(prefixes=prefixes, heads=heads, model=model, data=family.mtp)
 
 
 def unquantized_prefixes(

@@ -12,6 +12,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); vLLM's `deepseek_mtp.py`, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -88,6 +89,11 @@ class MTP:
             return (self.folder,)
         layers = entries.count("num_hidden_layers")
         return tuple(self._full("", number, layers) for number in range(self.num_heads(entries)))
+
+    @property
+    def block_pattern(self) -> str:
+        """Regular expression for the prefix of the names of any head's decoder layer."""
+        return re.sub(r"\\{(head|layer)\\}", r"\\d+", re.escape(self.folder + self.block))
 
     def _full(self, name: str, number: int, layers: int) -> str:
         return (self.folder + name).format(head=number, layer=layers + number)
