@@ -196,7 +196,7 @@ def _like_layer(model: ModelDescription) -> int:
 
 
 def head_tensors(model: ModelDescription, head: MTPHead) -> LayerTensors:
-    """Return all tensors of a head under their full names.
+    """Return all tensors of a head under their full names; the projection is the first matrix.
 
     Several heads may share tensors; a tensor that heads share is returned for each of them. Own copies of the token
     embedding and the output projection are matrices that are not quantizable.

@@ -1,4 +1,4 @@
-"""Recipes with `mtp:`: linears of MTP heads are rounded to nearest, into separate files, and every loader reads them."""
+"""Recipes with `mtp:`: linears of MTP heads are rounded to nearest, into separate files, and all loaders read them."""
 
 from __future__ import annotations
 
