@@ -12,6 +12,7 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); vLLM's `deepseek_mtp.py`, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -90,6 +91,11 @@ class MTP:
             return (self.folder,)
         layers = entries.count("num_hidden_layers")
         return tuple(self._full("", number, layers) for number in range(self.num_heads(entries)))
+
+    @property
+    def block_pattern(self) -> str:
+        """Regular expression for the prefix of the names of any head's decoder layer."""
+        return re.sub(r"\\{(head|layer)\\}", r"\\d+", re.escape(self.folder + self.block))
 
     def _full(self, name: str, number: int, layers: int) -> str:
         return (self.folder + name).format(head=number, layer=layers + number)
@@ -195,7 +201,7 @@ def _like_layer(model: ModelDescription) -> int:
 
 
 def head_tensors(model: ModelDescription, head: MTPHead) -> LayerTensors:
-    """Return all tensors of a head under their full names.
+    """Return all tensors of a head under their full names; the projection is the first matrix.
 
     Several heads may share tensors; a tensor that heads share is returned for each of them. Own copies of the token
     embedding and the output projection are matrices that are not quantizable.
@@ -213,12 +219,12 @@ def head_tensors(model: ModelDescription, head: MTPHead) -> LayerTensors:
     return LayerTensors(matrices=tuple(matrices), vectors=vectors, attention=inside.attention)
 
 
-def unread_prefixes(model: ModelDescription) -> tuple[str, ...]:
-    """Return the prefixes of the names of tensors that the model itself never reads: MTP heads, and towers."""
+def mtp_prefixes(model: ModelDescription) -> tuple[str, ...]:
+    """Return the prefixes of the names of all tensors of MTP heads, also if the family does not describe its heads."""
     entries, family = model.entries, model.family
     if family.mtp is not None:
-        return (*family.unread, *family.mtp.prefixes(entries))
+        return family.mtp.prefixes(entries)
     # Files of other families use these names; the heads are copied and never read.
     count, layers = entries.count("num_nextn_predict_layers", default=0, at_least=0), model.num_layers
-    further = [f"{family.layers}.{number}." for number in range(layers, layers + count)]
-    return (*family.unread, *further, *(["mtp."] if count else []))
+    further = (f"{family.layers}.{number}." for number in range(layers, layers + count))
+    return (*further, "mtp.") if count else ()

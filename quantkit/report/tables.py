@@ -322,10 +322,11 @@ def storage_rows(
         bits: average bits per weight of the quantized linears; None or 0 if there are none.
         made: summary or compression record for the other rows; None if unknown.
     """
-    tower, layers = (made.tower, made.layers) if made else (None, ())
+    tower, mtp, layers = (made.tower, made.mtp, made.layers) if made else (None, None, ())
     return [
         ("bits per weight", f"{bits:.3f} (quantized linears)" if bits else None),
         ("towers", tower.describe() if tower else None),
+        ("MTP heads", mtp.describe() if mtp else None),
         ("KV cache", describe_caches(layers)),
         ("experts", describe_experts(layers)),
     ]

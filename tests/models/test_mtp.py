@@ -9,7 +9,7 @@ import pytest
 from quantkit.errors import ModelError
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import find
-from quantkit.models.mtp import head_tensors, mtp_heads, unread_prefixes
+from quantkit.models.mtp import head_tensors, mtp_heads, mtp_prefixes
 from tests.helpers import SETTINGS, SIZES
 
 CLASSES = {
@@ -45,7 +45,7 @@ def test_heads_may_be_layers_after_the_last_one(kind):
     assert shapes["model.layers.2.mlp.experts.3.down_proj"] == (64, 32)  # as in layer 1; layer 0 is dense
     own = shapes_of(model, ["model.layers.2.eh_proj.weight"])
     assert set(shapes) - set(own) == {"model.layers.2.embed_tokens", "model.layers.2.shared_head.head"}
-    assert unread_prefixes(model) == ("model.layers.2.",)
+    assert mtp_prefixes(model) == ("model.layers.2.",)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
@@ -57,7 +57,7 @@ def test_heads_of_qwen_have_a_folder_and_full_attention(kind):
     assert shapes["mtp.layers.0.self_attn.q_proj"] == (128, 64)  # queries and their gates
     assert ("mtp.layers.0.mlp.experts.0.up_proj" in shapes) == (kind != "qwen3_5_text")
     assert not any("linear_attn" in name for name in shapes)
-    assert unread_prefixes(model) == ("mtp.",)
+    assert mtp_prefixes(model) == ("mtp.",)
 
 
 def test_the_files_decide_how_many_heads_there_are():
@@ -82,5 +82,5 @@ def test_the_files_decide_how_many_heads_there_are():
 
 def test_heads_that_are_not_described_are_not_read():
     model = description_of("llama", num_nextn_predict_layers=2)
-    assert unread_prefixes(model) == ("model.layers.2.", "model.layers.3.", "mtp.")
-    assert unread_prefixes(description_of("llama")) == ()
+    assert mtp_prefixes(model) == ("model.layers.2.", "model.layers.3.", "mtp.")
+    assert mtp_prefixes(description_of("llama")) == ()

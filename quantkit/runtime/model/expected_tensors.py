@@ -17,7 +17,7 @@ from quantkit.formats.base import by_module
 from quantkit.machine.devices import free_bytes
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
-from quantkit.models.mtp import MTPHead, head_tensors, unread_prefixes
+from quantkit.models.mtp import MTPHead, head_tensors, mtp_prefixes
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.quantities import byte_size
 
@@ -89,7 +89,7 @@ def check_tensors(
                     "not say how it is quantized; copy the original config.json again"
                 )
             reader.check_shape(f"{name}.weight", (rows, width))
-    unread = unread_prefixes(model)
+    unread = (*model.family.unread, *mtp_prefixes(model))
     for name in reader.names:
         # A tensor that no part of the model uses would silently make the output wrong.
         if name not in known and not _IGNORED.fullmatch(name) and not name.startswith(unread):

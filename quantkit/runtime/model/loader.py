@@ -45,7 +45,10 @@ from quantkit.safety.untrusted import read_object
 Backend = Literal["auto", "native", "transformers"]
 
 _RECURRENT = "the recurrent layers run in plain torch, and the prefix cache is off for this model"
-_UNQUANTIZED_CACHE = "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and values unquantized"
+_UNQUANTIZED_CACHE = (
+    "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and values "
+    "unquantized"
+)
 _TEXT_ALONE = "only the language model is loaded, for text prompts; image and other encoders are left out"
 
 
