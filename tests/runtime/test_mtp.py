@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.api import quantize
+from quantkit.compress.convert.run import convert
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.speculation import SpeculationController
@@ -215,3 +217,19 @@ def test_a_head_without_a_tensor_is_refused(tmp_path):
     edit_tensors(folder, model__layers__2__hnorm__weight=None)
     with pytest.raises(CheckpointError, match=r"tensor model.layers.2.hnorm.weight \(64,\) is missing"):
         LLM(folder, speculate="mtp")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+def test_a_quantized_head_drafts_too(models, tmp_path, kind):
+    """The head's codes give the drafts of the same weights when these are stored decoded."""
+    options = {"mtp": "int8", "weights.group_size": 32}
+    quantize(models[kind], "rtn-int8", tmp_path / "out", overrides=options, device="cpu")
+    convert(tmp_path / "out", "dense", tmp_path / "dense")
+    (ids,) = prompts(20)
+    decoded = drafts_of(tmp_path / "dense", ids, 64, 2)
+    torch.testing.assert_close(drafts_of(tmp_path / "out", ids, 64, 2), decoded, rtol=0, atol=2e-3)
+    assert (drafts_of(models[kind], ids, 64, 0) - decoded[:19]).abs().max() > 1e-3
+    plain, _ = texts(tmp_path / "out", requests())
+    drafted, stats = texts(tmp_path / "out", requests(), speculate="mtp", force_speculation=True)
+    assert drafted == plain
+    assert stats["drafted_tokens"] > 50
