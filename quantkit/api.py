@@ -116,9 +116,13 @@ def verify(
 
     if output is not None:
         check_output(Path(output))
-    report = verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
-    if output is not None:
-        write_report(report, Path(output))
+
+    def write(report: Report) -> None:
+        if output is not None:
+            write_report(report, Path(output))
+
+    report = verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress, keep=write)
+    write(report)
     return report
 
 

@@ -109,13 +109,20 @@ def check_options(options: VerifyOptions) -> None:
             )
 
 
-def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
+def verify_pair(
+    pair: Pair,
+    options: VerifyOptions | None = None,
+    *,
+    progress: Progress = lambda _: None,
+    keep: Callable[[Report], object] = lambda _: None,
+) -> Report:
     """Compare a checkpoint with its original and check the gates.
 
     Args:
         pair: the checked pair; see `check_pair`.
         options: options of the verification; None = the defaults.
         progress: called with lines of progress.
+        keep: called with the report so far, before the sensitivity map is made, which may take long.
     Raises:
         DataError: tasks or texts are not available.
         RequestError: a timed request does not fit the models.
@@ -123,7 +130,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     """
     options = options or VerifyOptions()
     check_options(options)
-    verification = _Verification(pair=pair, options=options, progress=progress)
+    verification = _Verification(pair=pair, options=options, progress=progress, keep=keep)
     bench = options.bench
     if bench is not None and options.vllm is None:  # must fit both models before either is loaded
         for path, engine in verification.sides:
@@ -142,20 +149,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
         timed = verification.timed if options.vllm is None else verification.served_timed
         # One rank of a distributed run has the machine to itself; the others wait for what it measures.
         (report,) = share_out([report], partial(timed, bench), owners=[0])
-    made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return replace(
-        report,
-        # Checked again, because the numbers for gates about speed and memory are known only now.
-        gates=tuple(evaluate_gates(report, verification.gates(report))),
-        environment=environment(
-            pair,
-            text,
-            device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
-            seeds={"evaluation": options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
-            command=options.command,
-            created=made,
-        ),
-    )
+    return verification.completed(report, text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +159,7 @@ class _Verification:
     pair: Pair
     options: VerifyOptions
     progress: Progress
+    keep: Callable[[Report], object]
 
     @property
     def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
@@ -194,7 +189,28 @@ class _Verification:
         notes = (*of_prompts, *llm.notes)
         distances_fields = {"fidelity": distances, "noise_fidelity": noise_fidelity, "behaviour": behaviour}
         report = self._report(note, notes, **answers, **distances_fields)
+        asked_for = self.options.sensitivity
+        if not (sensitivity.failed_accuracy(report) if asked_for is None else asked_for):
+            return report, text
+        early = "This report was written before the sensitivity map was made and the models were timed."
+        self.keep(replace(self.completed(report, text), notes=(*report.notes, early)))
         return self._with_sensitivity(llm, original, windows, report), text
+
+    def completed(self, report: Report, text: str) -> Report:
+        """Add the environment, and check the gates again, because gates about speed and memory need the timing."""
+        bench = self.options.bench
+        return replace(
+            report,
+            gates=tuple(evaluate_gates(report, self.gates(report))),
+            environment=environment(
+                self.pair,
+                text,
+                device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
+                seeds={"evaluation": self.options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
+                command=self.options.command,
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            ),
+        )
 
     def _distances(self, llm: LLM, original: LLM, windows: Windows, data: str) -> FidelityResult:
         subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
@@ -214,7 +230,7 @@ class _Verification:
         return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
-        """Build the report of these results and check the gates; failed accuracy gates cause a sensitivity map."""
+        """Build the report of these results and check the gates."""
         pair, ours, baseline = self.pair, fields["evaluation"], fields["baseline"]
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
@@ -275,13 +291,8 @@ class _Verification:
         return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"), traces=traces, share=share)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
-        """Add a sensitivity map to the report if it was requested or an accuracy gate failed.
-
-        If the map was not requested and cannot be made, add a note instead.
-        """
+        """Add a sensitivity map to the report; a note instead if it was not requested and cannot be made."""
         asked = self.options.sensitivity
-        if not (sensitivity.failed_accuracy(report) if asked is None else asked):
-            return report
         assert report.fidelity is not None
         try:
             measured = sensitivity.sensitivity_map(
