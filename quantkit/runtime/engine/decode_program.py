@@ -124,7 +124,7 @@ class _Recorder:
 
     def __init__(self, model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], program: Program) -> None:
         self._model, self._cache, self._angles, self.program = model, cache, angles, program
-        self.stream = program.buffer("stream", model.embedding.shape[1])
+        self.stream = program.buffer("stream", model.config.hidden_size)
 
     def block(self, block: Block, pending: Tensor | None) -> Tensor:
         """Record `Block.__call__`; return the buffer of the output that the next norm adds to the stream."""
