@@ -51,7 +51,8 @@ def keep_loadable(
             codes.
     """
     parts = list(zip(layers, assigned, strict=True))
-    linears = {f"{part.name}.{name}": scheme for part, of in parts for name, scheme in of.items() if scheme}
+    asked = [(part, of) for part, of in parts if not part.is_head]  # transformers leaves MTP heads out
+    linears = {f"{part.name}.{name}": scheme for part, of in asked for name, scheme in of.items() if scheme}
     left, others = dict(linears), ignored(assigned)
     refused: dict[str, str] = {}  # reasons, keyed by linear
     notes, dequantize = [], False
