@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY as CACHE_KEY
+from quantkit.checkpoints.mtp_heads import find_heads
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.engine_rules import StoredLinear, StoredModel, judge_all
 from quantkit.errors import CheckpointError, ModelError, ReportError
@@ -27,7 +28,14 @@ from quantkit.models.families import find as find_family
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.output.staging import MANIFEST
 from quantkit.quantities import dtype_name
-from quantkit.results import CheckpointDifference, CheckpointSummary, LayerRecord, ModuleSummary, TowerRecord
+from quantkit.results import (
+    CheckpointDifference,
+    CheckpointSummary,
+    HeadsSummary,
+    LayerRecord,
+    ModuleSummary,
+    TowerRecord,
+)
 from quantkit.safety.untrusted import parse_yaml, read_object
 
 __all__ = ["compare", "inspect", "read_manifest", "section"]
@@ -67,6 +75,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = ()
     tower: TowerRecord | None = None
+    mtp: HeadsSummary | None = None
     made_by: dict[str, str] = {}
     held = StoredModel(format=GGUF.name)
     if is_gguf(Path(path)):
@@ -81,7 +90,8 @@ def inspect(path: str | Path) -> CheckpointSummary:
         format_ = DENSE if recognised is None else recognised[0]
         names = reader.config.get("architectures")
         architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
-        modules = [_module(reader, module, tensors, recognised) for module, tensors in by_module(reader.names).items()]
+        named = {name: _module(reader, name, local, recognised) for name, local in by_module(reader.names).items()}
+        modules, mtp = list(named.values()), _heads(reader, named)
         recipe, layers, tower = _noted(read_manifest(reader.path))
         held = _stored_model(reader.config, format_, modules)
     linears = [module for module in modules if module.kind != "embedding"]  # a GGUF file may quantize that, too
@@ -97,6 +107,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         recipe=recipe,
         layers=layers,
         tower=tower,
+        mtp=mtp,
         engines=tuple(judge_all(held)),
         made_by=made_by,
     )
@@ -162,6 +173,20 @@ def _module(
         num_quantized=codes,
         quantized_bytes=num_bytes - uncounted,
         linear=StoredLinear(scheme=linear, shape=shape, expert=_EXPERT.search(name) is not None),
+    )
+
+
+def _heads(reader: CheckpointReader, modules: Mapping[str, _Module]) -> HeadsSummary | None:
+    """Summarize the storage of MTP heads; None if the files have none."""
+    stored = find_heads(reader.config, reader.names)
+    members = [module for name, module in modules.items() if f"{name}.".startswith(stored.prefixes)]
+    if not members:
+        return None
+    return HeadsSummary(
+        num_heads=len(stored.heads),
+        stored_as=tuple(sorted({module.stored_as for module in members})),
+        num_parameters=sum(module.num_parameters for module in members),
+        num_bytes=sum(module.num_bytes for module in members),
     )
 
 

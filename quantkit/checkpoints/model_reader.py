@@ -334,7 +334,8 @@ def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, 
     Returns:
         Parts, keyed first by the name of the stored tensor, then by the name of the part in the view.
     """
-    layer = re.compile(rf"{re.escape(family.layers)}\.\d+\.")
+    heads = [] if family.mtp is None else [family.mtp.block_pattern]
+    layer = re.compile("|".join([rf"{re.escape(family.layers)}\.\d+\.", *heads]))
     parts_of: dict[str, dict[str, StoredPart]] = {}
     own_names = {stored: own for own, stored in family.stored_tensors.items()}
     for name, info in tensors.items():

@@ -133,6 +133,7 @@ def command(
 
 def _overview(plan: Estimate) -> Table:
     from quantkit.planning.limits import STEP_TOKENS
+    from quantkit.planning.memory import mtp_bytes
 
     shape = plan.shape
     counted = f"counted from {'a ' if 'count' in shape.counted_from else ''}{shape.counted_from}"
@@ -140,6 +141,12 @@ def _overview(plan: Estimate) -> Table:
     if shape.active_parameters != shape.num_parameters:
         parameters += f", {scaled_count(shape.active_parameters)} per token"
     rows: list[tuple[str, str | None]] = [("model", f"{shape.name}, {counted}"), ("parameters", parameters)]
+    if shape.mtp_parameters:
+        schemes = plan.schemes if plan.recipe is not None else plan.schemes[:1]
+        sizes = ", ".join(f"{byte_size(mtp_bytes(shape, scheme))} {scheme.name}" for scheme in schemes)
+        number = f"{len(shape.mtp)}, " if shape.mtp else ""
+        text = f"{number}{scaled_count(shape.mtp_parameters)} parameters beside those above"
+        rows.append(("MTP heads", f"{text}; in files {sizes}; not counted in memory"))
     if shape.layers:
         rows += [
             ("attention", "; ".join(f"{count} x {kind}" for kind, count in shape.attention_kinds.items())),

@@ -59,6 +59,11 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
     return _section(groups, layouts[0] if len(layouts) == 1 else MIXED, ignored, **decode)
 
 
+def _ignored(name: str) -> str:
+    """Return an entry of `ignore`; the library matches expressions from the start of a name."""
+    return f"re:{re.escape(name)}" if name.endswith(".") else name
+
+
 def cache_only_config() -> dict[str, Any]:
     """Return a `quantization_config` that holds the `kv_cache_scheme` of a model whose weights stay unquantized."""
     return _section({}, "dense", [])
@@ -70,7 +75,7 @@ def _section(
     from compressed_tensors.quantization import QuantizationConfig
 
     config = QuantizationConfig(
-        config_groups=groups, format=layout, quantization_status="compressed", ignore=list(ignored)
+        config_groups=groups, format=layout, quantization_status="compressed", ignore=list(map(_ignored, ignored))
     )
     fields = config.model_dump(mode="json")
     # Only newer versions know this field, and it means nothing here, so older readers need not see it.

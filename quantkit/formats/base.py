@@ -203,7 +203,8 @@ class Format(ABC):
 
         Args:
             linears: scheme of each quantized linear, keyed by full module name.
-            ignored: full names of linears that are not quantized, including the output head.
+            ignored: full names of linears that are not quantized, including the output head; a name that ends with a
+                dot means all linears below that module, also those that loaders fuse under other names.
             group_order: whether some linear has groups in activation order; only formats with `holds_group_index`
                 support that.
             decode_at_load: ask loaders to decode the weights while loading, if the format has an entry for that.
@@ -244,7 +245,7 @@ class Format(ABC):
             if scheme.find(name) != linear:
                 raise AuditError(f"config.json describes {name} differently from how it was quantized")
         for name in ignored:
-            if scheme.find(name) is not None:
+            if not name.endswith(".") and scheme.find(name) is not None:
                 raise AuditError(f"config.json does not ignore {name}")
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:

@@ -247,7 +247,8 @@ def _rule(expression: Any, changes: Any, section: Mapping[str, Any]) -> Rule:
 
 
 def _exactly(name: str) -> str:
-    return f"^{re.escape(name)}$"
+    """Return an expression for one module, or for all modules below it if the name ends with a dot."""
+    return f"^{re.escape(name)}" + ("" if name.endswith(".") else "$")
 
 
 def _is_head(name: str) -> bool:

@@ -141,6 +141,7 @@ class MLXFormat(Format):
         return {key: value for key, value in _own_entries(config) if key not in config}
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
+        ignored = [name for name in ignored if not name.endswith(".")]  # mlx-lm looks up full names
         _check_experts({**dict.fromkeys(ignored), **linears})
         common = Counter(linears.values()).most_common(1)[0][0].weight
         others = {name: _numbers(scheme.weight) for name, scheme in linears.items() if scheme.weight != common}

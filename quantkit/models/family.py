@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from quantkit.models.config import ConfigReader
 from quantkit.models.linear_sets import MLA_SETS, LinearSet, attention_sets, expand_set, expert_sets, mlp_sets
+from quantkit.models.mtp import MTP
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.stored_names import GGUFNames, StoredNames
 from quantkit.models.tensors import LayerTensors
@@ -269,8 +270,7 @@ class Family:
         model_types: `model_type` entries that the family describes, in addition to the name of its file.
         keys: the family's own names for config.json entries, keyed by common name.
         backbone: name of the model without its head, relative to the causal LM.
-        layers: name of the list of decoder layers.
-        embedding: name of the token embedding.
+        layers, embedding: names of the list of decoder layers and of the token embedding.
         final_norm: name of the norm after the last layer.
         head: name of the output projection, which may be tied to the embedding.
         stored_head: name of the head in checkpoints, if it differs from `head`.
@@ -301,14 +301,13 @@ class Family:
         stored_modules: names of a layer's modules in checkpoints, keyed by transformers' names, if these differ.
         stored_tensors: names of a layer's other tensors in checkpoints, keyed by transformers' names, if these differ.
         compressed_experts: whether transformers can load quantized experts that are stored expert by expert.
-        decode_at_load: whether transformers accesses the weights of this family's linears directly, so that a loader
-            must decode them first.
+        decode_at_load: whether loaders must decode the linears first, because transformers accesses their weights.
         unread: prefixes of the names of tensors that checkpoints have but no part of the model reads.
+        mtp: heads that predict further tokens; None = the family has none, or they are not described.
         native: whether quantkit's own layers can run the family's models; otherwise transformers runs the models.
         not_native: keys that, if true, require a computation that quantkit's own layers lack.
         gguf: names in GGUF files; None = the GGUF export does not support the family.
-        block: function of config.json and a layer's number that returns the layer's attention and tensors, except norms
-            and experts; None = the other fields describe them.
+        block: function of config.json and a layer's number that returns attention, and tensors but norms and experts.
         wrapper: multimodal models whose language model quantkit's own layers can run.
         only: predicate on config.json; False = the family does not describe this model although `hf_names` match.
         known: False if planning can only count the family's layers as if they were Llama's.
@@ -355,6 +354,7 @@ class Family:
     compressed_experts: bool = True
     decode_at_load: bool = False
     unread: tuple[str, ...] = ()
+    mtp: MTP | None = None
     native: bool = True
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None

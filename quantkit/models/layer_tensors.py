@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantkit.models.family import QueryKeyNorm
 from quantkit.models.tensors import LayerTensors, Matrix
 
 if TYPE_CHECKING:
     from quantkit.models.description import LatentShape, ModelDescription
+    from quantkit.models.family import QueryKeyNorm
 
 Shapes = dict[str, tuple[int, ...]]
 _INDEXER = "self_attn.indexer"
@@ -24,7 +24,7 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     family = model.family
     vectors: Shapes = {}
     for norm in filter(None, norm_names(model)):
-        vectors |= _norm(model, norm, model.hidden_size)
+        vectors |= norm_shapes(model, norm, model.hidden_size)
     if family.block is not None:
         own = family.block(model.entries, index)
         matrices = list(own.matrices)
@@ -58,7 +58,7 @@ def outer_tensors(model: ModelDescription) -> Shapes:
 
     Embedding and head are left out.
     """
-    return _norm(model, model.family.final_norm, model.hidden_size) | _own_shapes(model, model.family.outside)
+    return norm_shapes(model, model.family.final_norm, model.hidden_size) | _own_shapes(model, model.family.outside)
 
 
 def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, ...]]) -> Shapes:
@@ -84,7 +84,7 @@ def per_head(name: str, num_heads: int) -> list[str]:
     return [name.format(head=head) for head in range(num_heads)] if "{head}" in name else [name]
 
 
-def _norm(model: ModelDescription, name: str, *shape: int, bias: bool = True) -> Shapes:
+def norm_shapes(model: ModelDescription, name: str, *shape: int, bias: bool = True) -> Shapes:
     """Return the shapes of a norm's weight and bias."""
     kind, biased = model.family.norm, bias and model.family.biases.norms
     parts = () if kind == "bare" else ("weight", "bias") if kind == "layer" and biased else ("weight",)
@@ -100,7 +100,7 @@ def _query_key_norms(model: ModelDescription, norm: QueryKeyNorm) -> Shapes:
         elif norm.over == "heads" and "{head}" not in name:
             shape = (heads, model.head_dim)
         for module in per_head(name, heads):
-            vectors |= _norm(model, module, *shape, bias=norm.bias)
+            vectors |= norm_shapes(model, module, *shape, bias=norm.bias)
     return vectors
 
 

@@ -3,13 +3,14 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.mtp import head_tensors, mtp_heads, mtp_prefixes
 from quantkit.models.tensors import LayerTensors, Matrix
 from quantkit.planning.shape import DTYPE_BYTES, ModelShape
 
@@ -41,6 +42,8 @@ def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelS
         embedding=embedding,
         head=0 if model.tied else embedding,
         other=sum(map(math.prod, outer_tensors(model).values())) + model.vocab_size * model.family.biases.head,
+        mtp=(heads := head_shapes(model)),
+        mtp_parameters=sum({name: size for head in heads for name, size in _named_sizes(head)}.values()),
         remarks=tuple(_remarks(model)),
     )
 
@@ -56,9 +59,11 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
         ModelError: the config does not define what the cache holds.
         CheckpointError: the number of layers in the tensors differs from the config.
     """
-    prefix, inside, outside = _split(tensors)
+    prefixes = mtp_prefixes(model)
+    drafts = {name: stored for name, stored in tensors.items() if name.startswith(prefixes)}
+    prefix, inside, outside = _split({name: stored for name, stored in tensors.items() if name not in drafts})
     present = {index for index, _, _ in inside}
-    # Checkpoints may carry more layers than the model runs (MTP); those are not counted.
+    # Checkpoints may have more layers than the model runs, even if config.json does not say so.
     if not set(range(model.num_layers)) <= present:
         raise CheckpointError(
             f"{model.entries.where} names {model.num_layers} layers, but the shards hold {len(present)}; config.json "
@@ -91,9 +96,23 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
         embedding=embedding,
         head=head,
         other=rest,
+        mtp=head_shapes(model, tensors),
+        mtp_parameters=sum(math.prod(stored.shape) for stored in drafts.values()),
+        mtp_stored_bytes=sum(stored.num_bytes for stored in drafts.values()),
         stored_bytes=sum(stored.num_bytes for stored in tensors.values()),
         remarks=tuple(remarks),
     )
+
+
+def head_shapes(model: ModelDescription, names: Collection[str] | None = None) -> tuple[LayerTensors, ...]:
+    """Return the tensors of each MTP head; see `mtp_heads` for the arguments."""
+    return tuple(head_tensors(model, head) for head in mtp_heads(model, names))
+
+
+def _named_sizes(tensors: LayerTensors) -> Iterator[tuple[str, int]]:
+    """Yield the name and the number of parameters of every matrix and vector; heads may share some."""
+    yield from ((matrix.name, matrix.num_parameters + matrix.bias * matrix.out_features) for matrix in tensors.matrices)
+    yield from ((name, math.prod(shape)) for name, shape in tensors.vectors.items())
 
 
 def _facts(model: ModelDescription, name: str) -> dict[str, Any]:
@@ -123,7 +142,7 @@ def _remarks(model: ModelDescription) -> Iterator[str]:
         yield f"family {name!r} is unknown and is counted like Llama; with shard headers the count would be exact"
     if model.entries.is_wrapped:
         yield TOWERS
-    if model.entries.optional_count("num_nextn_predict_layers"):
+    if model.family.mtp is None and model.entries.optional_count("num_nextn_predict_layers"):
         yield "the layers that predict several tokens at once (MTP) are not counted"
     if "quantization_config" in model.entries.entries:
         yield "config.json says that the weights are already quantized; their bytes are counted as if they were not"

@@ -5,6 +5,7 @@ from typing import Any
 
 from quantkit.planning.estimate import DeviceRow, Estimate
 from quantkit.planning.limits import RESERVE, STEP_TOKENS, Floor
+from quantkit.planning.memory import mtp_bytes
 from quantkit.planning.recipes import RecipePlan
 from quantkit.planning.shape import ModelShape
 
@@ -27,7 +28,12 @@ def to_document(plan: Estimate) -> dict[str, Any]:
             "reserve_share": RESERVE,
         },
         "weights": [
-            {"scheme": row.scheme.name, **(asdict(row.size) if row.problem is None else {}), "problem": row.problem}
+            {
+                "scheme": row.scheme.name,
+                **(asdict(row.size) if row.problem is None else {}),
+                "problem": row.problem,
+                "mtp_bytes": mtp_bytes(plan.shape, row.scheme),
+            }
             for row in plan.weights
         ],
         "kv_cache": [
@@ -51,6 +57,8 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         "active_parameters": shape.active_parameters,
         "embedding_parameters": shape.embedding,
         "head_parameters": shape.head,
+        "mtp_heads": len(shape.mtp),
+        "mtp_parameters": shape.mtp_parameters,
         "dtype": shape.dtype,
         "layers": len(shape.layers),
         "attention": shape.attention_kinds,

@@ -139,6 +139,7 @@ class WeightChoice:
             means dequantized.
         head: form of the output head; None = as stored.
         unquantized: form of ignored matrices instead of their stored form; None = as stored.
+        mtp: form of the quantizable linears in the decoder layers of MTP heads; None = as stored.
         beside: bytes on disk of the KV cache's scales.
         ends_bytes: bytes on disk of embedding and head; None = as stored.
         as_stored: whether the choice leaves all weights as stored.
@@ -148,6 +149,7 @@ class WeightChoice:
     choose: FormChoice
     head: WeightForm | None = None
     unquantized: WeightForm | None = None
+    mtp: WeightForm | None = None
     beside: int = 0
     ends_bytes: int | None = None
     as_stored: bool = False
@@ -230,9 +232,24 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
     return WeightBytes(
         bits_per_weight=8 * quantized / codes if codes else 8.0 * size,
         memory_bytes=total + outside + head,
-        disk_bytes=disk + ends + shape.other * size + scheme.beside,
+        disk_bytes=disk + ends + shape.other * size + scheme.beside + mtp_bytes(shape, scheme),
         read_bytes_per_token=read + shape.other * size + head_read,
     )
+
+
+def mtp_bytes(shape: ModelShape, scheme: WeightChoice) -> int:
+    """Return the bytes of MTP heads in files under a scheme."""
+    if scheme.as_stored and shape.mtp_stored_bytes is not None:
+        return shape.mtp_stored_bytes
+    size, form = scheme.unquantized.bits // 8 if scheme.unquantized else shape.dtype_bytes, scheme.mtp
+    # Heads may share tensors, such as the projection, but each has its own decoder layer.
+    quantized = () if form is None else [m for head in shape.mtp for m in head.matrices[1:] if m.quantizable]
+    saved = (
+        m.copies * (size * m.out_features * m.in_features - form.file_bytes(m.out_features, m.in_features, size))
+        for m in quantized
+        if form is not None
+    )
+    return shape.mtp_parameters * size - sum(saved)
 
 
 def experts_read(matrix: Matrix, batch: int) -> float:

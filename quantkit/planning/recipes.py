@@ -82,6 +82,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
             name=recipe.name,
             choose=lambda index, matrix: forms.get(assigned[index].get(matrix.first)),
             head=head,
+            mtp=None if recipe.mtp is None else from_linear(recipe.mtp, recipe.format),
             beside=_cache_scale_bytes(shape, goal),
             ends_bytes=_ends_bytes(shape, recipe.embedding),
         ),

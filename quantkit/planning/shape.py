@@ -29,6 +29,10 @@ class ModelShape:
         embedding: parameters of the token embedding.
         head: parameters of the output head; 0 if it shares the embedding.
         other: parameters outside layers, embedding and head.
+        mtp: tensors of each MTP head, under full names; empty if the family does not describe its heads. Heads count
+            neither in the number of parameters nor in memory: engines load them only for speculative decoding.
+        mtp_parameters: parameters of all MTP heads, described or not.
+        mtp_stored_bytes: bytes of the heads' tensors, if headers are known.
         active_total: number of parameters that a token uses, if layers are unknown; None = computed from the layers.
         stored_bytes: bytes of all tensors, if headers are known.
         quantized: whether the checkpoint is already quantized, so that `stored_bytes` is the size of its weights.
@@ -51,6 +55,9 @@ class ModelShape:
     embedding: int = 0
     head: int = 0
     other: int = 0
+    mtp: tuple[LayerTensors, ...] = ()
+    mtp_parameters: int = 0
+    mtp_stored_bytes: int | None = None
     active_total: int | None = None
     stored_bytes: int | None = None
     quantized: bool = False

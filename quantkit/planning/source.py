@@ -24,7 +24,8 @@ from quantkit.formats import is_gguf
 from quantkit.models.description import ModelDescription, describe
 from quantkit.models.families import family_for_counting
 from quantkit.models.kv_sizes import KVForm, form_of_schemes
-from quantkit.planning.counting import from_config, from_headers
+from quantkit.models.mtp import mtp_prefixes
+from quantkit.planning.counting import from_config, from_headers, head_shapes
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import parse_parameters, scaled_count
 from quantkit.safety.untrusted import parse_yaml, read_object, read_text
@@ -150,7 +151,8 @@ def _cache(data: dict[str, Any], shape: ModelShape) -> KVForm | None:
 
 def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
     """Return the shape of a quantized checkpoint: parameters from the config, bytes from the headers."""
-    stored = sum(tensor.num_bytes for tensor in find_tensors(folder)[0].values())
+    tensors = find_tensors(folder)[0]
+    stored = sum(tensor.num_bytes for tensor in tensors.values())
     remarks = ("the weights are already quantized: their bytes are those of the shards",)
     shape = from_config(model, name, "config.json and shard headers")
 
@@ -166,6 +168,9 @@ def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
         shape,
         stored_bytes=stored,
         quantized=True,
+        mtp=(heads := head_shapes(model, tensors)),
+        mtp_parameters=shape.mtp_parameters if heads else 0,
+        mtp_stored_bytes=sum(one.num_bytes for name, one in tensors.items() if name.startswith(mtp_prefixes(model))),
         remarks=remarks,
         stored=lambda linear: reader().stored_scheme(f"{linear}.weight"),
     )

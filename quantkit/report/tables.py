@@ -17,7 +17,7 @@ from quantkit.results import (
     SensitivityMap,
 )
 from quantkit.results.compression import describe_caches, describe_experts
-from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, BEHAVIOUR, LENGTH_BAND
+from quantkit.results.statistics.comparison import ACCEPTANCE, ALL_TASKS, ANSWER_LENGTH, BEHAVIOUR, LENGTH_BAND
 from quantkit.results.statistics.summary import median
 
 VERDICTS = {
@@ -146,7 +146,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table | None:
     rows = [c for c in comparisons if not c.subject.startswith((ANSWER_LENGTH, BEHAVIOUR))]
     if not rows:
         return None
-    tasks = [c for c in rows if not c.subject.startswith("perplexity") and c.subject != ALL_TASKS]
+    tasks = [c for c in rows if not c.subject.startswith(("perplexity", ACCEPTANCE)) and c.subject != ALL_TASKS]
     return Table(
         title="Model beside original, same items",
         columns=(
@@ -322,10 +322,11 @@ def storage_rows(
         bits: average bits per weight of the quantized linears; None or 0 if there are none.
         made: summary or compression record for the other rows; None if unknown.
     """
-    tower, layers = (made.tower, made.layers) if made else (None, ())
+    tower, mtp, layers = (made.tower, made.mtp, made.layers) if made else (None, None, ())
     return [
         ("bits per weight", f"{bits:.3f} (quantized linears)" if bits else None),
         ("towers", tower.describe() if tower else None),
+        ("MTP heads", mtp.describe() if mtp else None),
         ("KV cache", describe_caches(layers)),
         ("experts", describe_experts(layers)),
     ]

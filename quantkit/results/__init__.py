@@ -21,6 +21,7 @@ from quantkit.results.compression import CheckpointDifference as CheckpointDiffe
 from quantkit.results.compression import CheckpointSummary as CheckpointSummary
 from quantkit.results.compression import CompressionResult as CompressionResult
 from quantkit.results.compression import EngineReading as EngineReading
+from quantkit.results.compression import HeadsSummary as HeadsSummary
 from quantkit.results.compression import LayerRecord as LayerRecord
 from quantkit.results.compression import LinearRecord as LinearRecord
 from quantkit.results.compression import ModuleSummary as ModuleSummary

@@ -261,6 +261,8 @@ class BenchmarkResult(Record):
         capacity_tokens: tokens that the KV pool can hold.
         device: name of the device as the machine reports it.
         settings: threads, page size, token budget, ... as text.
+        acceptance: share of the first, second, ... drafts of a sequence in a step that were accepted; empty without
+            speculation.
     """
 
     model: str
@@ -271,6 +273,7 @@ class BenchmarkResult(Record):
     capacity_tokens: int | None = None
     device: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+    acceptance: tuple[float, ...] = ()
 
     def find_run(self, name: str) -> BenchmarkRun | None:
         """Return the run of the workload with this name, or None."""

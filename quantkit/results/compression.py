@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from quantkit.quantities import counted
+from quantkit.quantities import byte_size, counted, scaled_count
 from quantkit.results._record import SCHEMA_VERSION, Record
 
 
@@ -142,7 +142,7 @@ class CalibrationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRecord(Record):
-    """Linears outside the language model, in vision and audio towers and their projectors.
+    """Linears beside the decoder layers: in vision and audio towers and their projectors, or in MTP heads.
 
     Args:
         num_linears: number of linears that could be quantized.
@@ -209,6 +209,7 @@ class CompressionResult(Record):
             documents.
         unquantized: number of unquantized elements, keyed by module name without layer and expert numbers.
         tower: linears of vision and audio towers; None if the model has none.
+        mtp: linears in the decoder layers of MTP heads; None if the files have no heads that quantkit describes.
         calibration: calibration data; None without data, and in earlier documents.
         adapter: LoRA adapter that was merged into the model; None = none.
     """
@@ -231,6 +232,7 @@ class CompressionResult(Record):
     quantized_share: float | None = None
     unquantized: dict[str, int] = field(default_factory=dict)
     tower: TowerRecord | None = None
+    mtp: TowerRecord | None = None
     calibration: CalibrationRecord | None = None
     adapter: AdapterRecord | None = None
     schema_version: int = SCHEMA_VERSION
@@ -238,7 +240,7 @@ class CompressionResult(Record):
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:
         """Return the linears with the largest error, worst first, with their full names."""
         named = [(f"{layer.name}.{linear.name}", linear) for layer in self.layers for linear in layer.linears]
-        named += [(linear.name, linear) for linear in (self.tower.linears if self.tower else ())]
+        named += [(one.name, one) for record in (self.tower, self.mtp) if record for one in record.linears]
         return sorted(named, key=lambda pair: pair[1].error, reverse=True)[:count]
 
 
@@ -298,6 +300,29 @@ class ModuleSummary(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeadsSummary(Record):
+    """Storage of the MTP heads of a checkpoint.
+
+    Args:
+        num_heads: number of heads; 0 if quantkit knows only that these tensors belong to heads.
+        stored_as: number types and schemes of the heads' tensors.
+        num_parameters: number of parameters.
+        num_bytes: bytes in files.
+    """
+
+    num_heads: int
+    stored_as: tuple[str, ...]
+    num_parameters: int
+    num_bytes: int
+
+    def describe(self) -> str:
+        """Return a short form for tables, e.g. `1: int8 channel and bfloat16, 95.2 M parameters, 110.1 MiB`."""
+        number = f"{self.num_heads}: " if self.num_heads else ""
+        stored = " and ".join(self.stored_as)
+        return f"{number}{stored}, {scaled_count(self.num_parameters)} parameters, {byte_size(self.num_bytes)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSummary(Record):
     """Result of `quantkit inspect`.
 
@@ -312,6 +337,7 @@ class CheckpointSummary(Record):
         recipe: name of the recipe from quantkit.json, if the file exists.
         layers: per-layer errors from quantkit.json, if the file exists.
         tower: linears of vision and audio towers from quantkit.json, if the file exists.
+        mtp: storage of MTP heads; None if the files have none.
         engines: predictions of how engines read the checkpoint.
         made_by: entries `quantkit.*` of a GGUF file: the recipe as YAML, digests of its calibration text, and the KL
             that a search measured; empty for other checkpoints.
@@ -327,6 +353,7 @@ class CheckpointSummary(Record):
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = field(default=())
     tower: TowerRecord | None = None
+    mtp: HeadsSummary | None = None
     engines: tuple[EngineReading, ...] = ()
     made_by: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION

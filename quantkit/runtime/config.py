@@ -89,7 +89,10 @@ class EngineConfig:
         None, "Folder of an adapter to merge into the weights of an unquantized model while it is loaded; None = none."
     )
     speculate: str | Path | None = setting(
-        None, "Propose several tokens per step; the text stays the same up to rounding.", flag="--speculate ngram|MODEL"
+        None,
+        "Propose several tokens per step: by n-grams, the model's MTP head, or a draft model; the text stays the same "
+        "up to rounding.",
+        flag="--speculate ngram|mtp|MODEL",
     )
     max_drafts: int = setting(4, "Maximum number of proposed tokens per step.")
     force_speculation: bool = setting(False, "Whether to keep speculating when measured times show no gain.")

@@ -62,7 +62,7 @@ class LLM(Prompts):
         if config.speculate is not None:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
         super().__init__(resolve(path))
-        self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
+        self._draft = None if config.speculate in (None, "ngram", "mtp") else resolve(str(config.speculate))
         self.config = config = fit_pages(self.path, config)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many threads, and why
@@ -86,6 +86,7 @@ class LLM(Prompts):
                 backend=config.backend,
                 adapters=adapter_folders(config.adapters),
                 merge=config.merge,
+                mtp=config.speculate == "mtp",
             ),
             config,
             draft=None if self._draft is None else load(self._draft),
@@ -243,6 +244,7 @@ class LLM(Prompts):
             "drafted_tokens": 0 if controller is None else controller.num_drafted,
             "accepted_tokens": 0 if controller is None else controller.num_accepted,
             "acceptance": None if controller is None else controller.acceptance,
+            "acceptance_by_position": [] if controller is None else list(controller.acceptance_at),
         }
 
     def describe(self) -> dict[str, str]:
@@ -267,8 +269,11 @@ class LLM(Prompts):
             topics["preemptions"] = str(counts["preemptions"])
         if engine.controller is not None:
             share = counts["acceptance"]
+            by_position = ", ".join(f"{rate:.0%}" for rate in counts["acceptance_by_position"])
             topics["speculation"] = (
-                "not used" if share is None else f"{share:.0%} of {counts['drafted_tokens']} drafts accepted"
+                "not used"
+                if share is None
+                else f"{share:.0%} of {counts['drafted_tokens']} drafts accepted (by position: {by_position})"
             )
         topics["notes"] = "; ".join(model.notes)
         return {topic: text for topic, text in topics.items() if text}

@@ -20,11 +20,12 @@ from quantkit.models.families import known
 from quantkit.models.tensors import Matrix
 from quantkit.planning import estimate
 from quantkit.planning.counting import from_config, from_headers
-from quantkit.planning.memory import compression_bytes, everywhere, experts_read, planned_weight_bytes
+from quantkit.planning.memory import compression_bytes, everywhere, experts_read, mtp_bytes, planned_weight_bytes
 from quantkit.planning.recipes import plan_recipe
 from quantkit.planning.source import description_of, from_model
-from tests.helpers import COMPRESSED_ONLY, SETTINGS, make_model
+from tests.helpers import COMPRESSED_ONLY, SETTINGS, load_tensors, make_model
 from tests.helpers import FAMILIES as SMALL
+from tests.mtp_models import HEADS, make_mtp_model
 from tests.planning.shapes import shape_of
 
 SIZES = {
@@ -371,3 +372,27 @@ def test_experts_and_layers_beyond_the_config_are_told_apart():
     del tensors["model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match="no token embedding of width 64"):
         from_headers(description_of(config, "x"), "x", tensors)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_are_counted_in_files(kind, tmp_path):
+    folder = make_mtp_model(tmp_path / "model", kind)
+    drafts = {n: t for n, t in load_tensors(folder).items() if n.startswith(("mtp.", "model.layers.2."))}
+    plan, without = estimate(folder), estimate(make_model(tmp_path / "without", kind, dtype=torch.bfloat16))
+    assert len(plan.shape.mtp) == 1
+    assert plan.shape.mtp_parameters == sum(tensor.numel() for tensor in drafts.values())
+    assert not plan.remarks
+    computed = from_config(description_of(json.loads((folder / "config.json").read_text()), "x"), "x", "config.json")
+    assert computed.mtp_parameters == plan.shape.mtp_parameters
+    if kind != "deepseek_v3":  # its other sizes differ
+        assert plan.shape.num_parameters == without.shape.num_parameters
+        assert plan.weights[0].size.memory_bytes == without.weights[0].size.memory_bytes
+    assert plan.weights[0].size.disk_bytes == CheckpointReader(folder).num_bytes
+    for mtp in ("keep", "int8"):
+        changes = {"weights.group_size": 32, "mtp": mtp}
+        pipeline.quantize(str(folder), load("rtn-int4", changes), tmp_path / mtp, device="cpu")
+        row = estimate(folder, recipe="rtn-int4", overrides=changes).weights[-1]
+        assert row.size.disk_bytes == CheckpointReader(tmp_path / mtp).num_bytes
+        written = {n: t for n, t in load_tensors(tmp_path / mtp).items() if n.startswith(("mtp.", "model.layers.2."))}
+        assert mtp_bytes(plan.shape, row.scheme) == sum(tensor.nbytes for tensor in written.values())
+        assert estimate(tmp_path / mtp).shape.mtp_stored_bytes == mtp_bytes(plan.shape, row.scheme)

@@ -12,8 +12,9 @@ from torch import Tensor
 from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.sizing import kv_budget
 from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine.draft_model import DraftModelProposer
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, SpeculationController
+from quantkit.runtime.engine.speculation import NgramProposer, SpeculationController
 from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.types import Completion, SamplingParams
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.mtp_heads import unquantized_prefixes
 from quantkit.compress.convert.source import Source
 from quantkit.errors import ModelError, SchemeError, located
 from quantkit.formats import REGISTRY
@@ -29,7 +30,7 @@ class Target:
         format: format on disk.
         linears: scheme of each linear to write. It is the source's scheme, with zero points (all 0) added if the format
             always stores zero points.
-        ignored: full names of the unquantized linears.
+        ignored: full names of the unquantized linears; see `Format.config`.
         group_order: whether the groups of some linear are in another order than its inputs.
     """
 
@@ -217,3 +218,4 @@ def _ignored(source: Source) -> Iterator[str]:
             continue
         for name in source.names(module):
             yield from unquantized_modules(name, source.reader.info(name).shape)
+    yield from unquantized_prefixes(source.reader.config, source.reader.names, source.linears)

@@ -5,9 +5,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.mtp_heads import unquantized_prefixes
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.checkpoint_writer import write_rest
 from quantkit.compress.pipeline.audit import audit_checkpoint
@@ -23,7 +25,7 @@ from quantkit.machine.system import peak_bytes
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import MANIFEST
 from quantkit.output.writer import copy_tensors, write_json
-from quantkit.results import AdapterRecord, CompressionResult, LinearRecord, TowerRecord
+from quantkit.results import AdapterRecord, CompressionResult, LinearRecord
 
 
 def finish_run(run: CompressionRun, started: float) -> CompressionResult:
@@ -39,8 +41,9 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
     """
     finishing = time.perf_counter()
     plan, state, folder = run.plan, run.state, run.work.checkpoint
-    tower = write_towers(plan, state, folder)
-    size = _write_rest(plan, state, folder, tower.linears if tower else ())
+    tower, mtp = write_towers(plan, state, folder)
+    beside = tuple(linear for record in (tower, mtp) if record for linear in record.linears)
+    size = _write_rest(plan, state, folder, beside)
     plan.reader.check_unchanged()
     warnings = (*run.warnings, *_check_loads(plan, folder))
     phases: dict[str, float] = {}
@@ -49,7 +52,7 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
         phases[name] = phases.get(name, 0.0) + taken
     phases["prepare"] = finishing - started - sum(phases.values())
     phases["finish"] = time.perf_counter() - finishing
-    result = _describe(run, warnings, size, phases, tower)
+    result = replace(_describe(run, warnings, size, phases, beside), tower=tower, mtp=mtp)
     _write_manifest(plan, state, folder, result)
     return result
 
@@ -91,7 +94,7 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     files, which may follow an older naming.
 
     Returns:
-        Scheme of each quantized linear, and the names of the unquantized linears.
+        Scheme of each quantized linear, and the names of the unquantized linears; see `Format.config`.
     """
     reader = plan.reader
     schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
@@ -99,6 +102,7 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     for name in reader.names:
         if not plan.skeleton.has_parameter(name):  # in a part that the model lacks or names differently: MTP, towers
             others += unquantized_modules(name, reader.info(name).shape)
+    others += unquantized_prefixes(reader.config, reader.names, schemes)
     return schemes, tuple(dict.fromkeys(name for name in others if name not in schemes))
 
 
@@ -107,11 +111,11 @@ def _describe(
     warnings: tuple[str, ...],
     size: int,
     seconds: Mapping[str, float],
-    tower: TowerRecord | None,
+    beside: tuple[LinearRecord, ...],
 ) -> CompressionResult:
     plan, state = run.plan, run.state
     inside = [linear for record in state.records for linear in record.linears]
-    linears = [*inside, *(tower.linears if tower else ())]
+    linears = [*inside, *beside]
     weights, decoder = (sum(math.prod(linear.shape) for linear in group) for group in (linears, inside))
     bits = sum(linear.bits_per_weight * math.prod(linear.shape) for linear in linears)
     others = _unquantized(plan)
@@ -134,7 +138,6 @@ def _describe(
         calibration=run.samples.record if run.samples else None,
         quantized_share=round(decoder / (decoder + sum(others.values())), 4) if decoder else 0.0,
         unquantized=others,
-        tower=tower,
         adapter=_adapter_record(plan),
     )
 
@@ -157,11 +160,11 @@ def _unquantized(plan: Plan) -> dict[str, int]:
     A number inside a name, such as an expert's, becomes `*`, so all experts count together.
     """
     counts: Counter[str] = Counter()
-    prefix = f"{plan.family.layers}."
+    prefixes = tuple(f"{plan.skeleton.layer_name(i)}." for i in range(plan.skeleton.num_layers))
     for name in plan.reader.names:
         shape = plan.reader.info(name).shape
-        if name.startswith(prefix) and len(shape) > 1 and name.removesuffix(".weight") not in plan.linears:
-            local = name.removeprefix(prefix).partition(".")[2].removesuffix(".weight")
+        if name.startswith(prefixes) and len(shape) > 1 and name.removesuffix(".weight") not in plan.linears:
+            local = name.removeprefix(f"{plan.family.layers}.").partition(".")[2].removesuffix(".weight")
             counts[re.sub(r"\.\d+(?=\.|$)", ".*", local)] += math.prod(shape)
     return dict(counts.most_common())
 

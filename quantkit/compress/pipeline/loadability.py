@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantkit.checkpoints.kv_cache_entries import is_cache_scale
 from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.mtp_heads import find_heads
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.recipe.assignment import Assigned
 from quantkit.compress.recipe.linears import LayerLinears, Schemes
@@ -50,7 +51,8 @@ def keep_loadable(
             codes.
     """
     parts = list(zip(layers, assigned, strict=True))
-    linears = {f"{part.name}.{name}": scheme for part, of in parts for name, scheme in of.items() if scheme}
+    asked = [(part, of) for part, of in parts if not part.is_head]  # transformers leaves MTP heads out
+    linears = {f"{part.name}.{name}": scheme for part, of in asked for name, scheme in of.items() if scheme}
     left, others = dict(linears), ignored(assigned)
     refused: dict[str, str] = {}  # reasons, keyed by linear
     notes, dequantize = [], False
@@ -183,7 +185,9 @@ def check_loads(
     # KV cache scales are not weights: transformers ignores them and leaves keys and values unrounded, and engines find
     # them by name.
     scales = [name for name in problems.unexpected if is_cache_scale(name)]
-    problems.unexpected = [name for name in problems.unexpected if name not in scales]
+    # transformers leaves MTP heads out, but knows only the layer numbers of heads in published models.
+    heads = find_heads(source.config, source.names).prefixes
+    problems.unexpected = [name for name in problems.unexpected if name not in scales and not name.startswith(heads)]
     if not experts:
         names = linears or [name.removesuffix(".weight") for name in source.names]  # empty: only the cache is quantized
         owners = {re.split(r"(?<=\.)\d+\.", mixture)[0] for name in names if (mixture := _mixture(name)) is not None}

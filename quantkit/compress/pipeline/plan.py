@@ -13,6 +13,7 @@ from quantkit.checkpoints.adapter import Adapter, merged, read_adapter
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import metadata_files, resolve
 from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.mtp_heads import find_heads
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms.base import steps_bytes
 from quantkit.compress.discovery.discover import Discovery, discover
@@ -32,6 +33,7 @@ from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
+from quantkit.models.mtp import head_tensors
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import check_apart
 
@@ -47,8 +49,9 @@ class Plan:
         layers: for each decoder layer, the schemes of the linears to quantize, keyed by relative name.
         linears: scheme of each linear to quantize, in layers and towers, keyed by full name.
         ignored: full names of the unquantized linears, including the head.
-        towers: schemes of the linears to quantize outside the decoder layers, keyed by the full name of the module that
+        towers: schemes of the linears to quantize in towers and MTP heads, keyed by the full name of the module that
             contains them, then by relative name.
+        heads: number of quantizable linears of each MTP head, keyed by the full name of its decoder layer.
         source_dtype: widest dtype of the layers' weights in the files.
         output: directory of the finished checkpoint.
         warnings: warnings for the user, one sentence each, such as engines that cannot load the result.
@@ -69,6 +72,7 @@ class Plan:
     source_dtype: torch.dtype
     output: Path
     towers: dict[str, dict[str, LinearScheme]] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     discovery: Discovery | None = None
     adapter: Adapter | None = None
@@ -122,6 +126,8 @@ def build_plan(
     family, discovery = find_model(source)
     merging = None if adapter is None else read_adapter(adapter, ModelReader.of(source, family))
     source = source if merging is None else merged(source, merging, family)
+    # The reader shows stacked experts of MTP heads one by one only to quantize them; otherwise they are copied whole.
+    family = replace(family, mtp=None if recipe.mtp is None else find_heads(source.config, source.names).data)
     _check_calibration(source, discovery, recipe)
     reader = _open(source, family, recipe, described=discovery is None)
     target_device = pick_device(device)
@@ -136,6 +142,7 @@ def build_plan(
     if discovery is not None and skeleton.tower_linears() and any(recipe.scheme.unmatched(inside)):
         reader, skeleton = _open_towers(source, skeleton)
         family, parts = skeleton.family, [*parts, *_tower_linears(skeleton, reader)]
+    parts += _head_linears(reader)
     format_ = FORMATS.load(recipe.format)
     ignored = partial(_all_ignored, skeleton, parts)
     leave = Assigned if discovery is None else partial(keep_loadable, reader, format_, parts, ignored)
@@ -161,6 +168,7 @@ def build_plan(
         layers=tuple(layer for part, layer in by_part if not part.beside),
         linears=linears,
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
+        heads={part.name: len(part.shapes) for part in parts if part.is_head},
         ignored=ignored(made.schemes),
         source_dtype=dtype,
         output=_target(model, source, recipe, output),
@@ -235,10 +243,36 @@ def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears
     """
     owners: dict[str, dict[str, tuple[int, int]]] = {}
     for name, shape in skeleton.tower_linears().items():
-        weight, (owner, _, leaf) = f"{name}.weight", name.rpartition(".")
-        if weight in reader.names and reader.info(weight).shape == shape:
+        owner, _, leaf = name.rpartition(".")
+        if _holds(reader, f"{name}.weight", shape):
             owners.setdefault(owner, {})[leaf] = shape
     return [LayerLinears(owner, shapes, (), beside=True) for owner, shapes in owners.items()]
+
+
+def _head_linears(reader: ModelReader) -> list[LayerLinears]:
+    """Return the linears in the decoder layers of MTP heads, as far as the files have them in the expected shapes.
+
+    The projection of a head's two inputs stays unquantized, because engines build it that way.
+    """
+    stored, parts = find_heads(reader.config, reader.names), list[LayerLinears]()
+    for head in stored.heads:
+        assert stored.model is not None
+        shapes = {
+            name.removeprefix(head.block): (matrix.out_features, matrix.in_features)
+            for matrix in head_tensors(stored.model, head).matrices
+            for name in matrix.names
+            if matrix.quantizable and name.startswith(head.block) and name != head.projection
+        }
+        shapes = {name: shape for name, shape in shapes.items() if _holds(reader, f"{head.block}{name}.weight", shape)}
+        locals_ = {name.removeprefix(head.block).removesuffix(".weight") for name in reader.names}
+        sets = stored.model.family.sets_of_layer(locals_.__contains__, stored.model.entries.entries)
+        if shapes:
+            parts.append(LayerLinears(head.block.removesuffix("."), shapes, sets, beside=True, is_head=True))
+    return parts
+
+
+def _holds(reader: ModelReader, weight: str, shape: tuple[int, int]) -> bool:
+    return weight in reader.names and reader.info(weight).shape == shape
 
 
 def _all_ignored(skeleton: Skeleton, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:

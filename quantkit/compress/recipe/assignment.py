@@ -54,9 +54,12 @@ def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> li
         RecipeError: a linear must keep codes, but the source has none.
     """
     towers = _tower_scheme(recipe, layers)
+    heads = replace(towers, default=recipe.mtp)
 
     def scheme_of(layer: LayerLinears, name: str) -> LinearScheme | None:
         full = f"{layer.name}.{name}"
+        if layer.is_head:
+            return heads.find(full)
         return towers.find(full) if layer.beside else _scheme_of(recipe, full, stored)
 
     return [

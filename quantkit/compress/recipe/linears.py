@@ -15,13 +15,15 @@ class LayerLinears(NamedTuple):
     """A layer's full name, its quantizable linears with their shapes (N, K), and which of them are fused.
 
     `beside` = True for a module of a vision or audio tower instead of a decoder layer. Such a module is quantized only
-    by rules whose patterns match nothing in the decoder layers.
+    by rules whose patterns match nothing in the decoder layers. `is_head` = True for the decoder layer of an MTP head,
+    which is also `beside`, and to which the recipe's `mtp` applies too.
     """
 
     name: str
     shapes: Mapping[str, tuple[int, int]]
     sets: Sequence[LinearSet]
     beside: bool = False
+    is_head: bool = False
 
 
 def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
@@ -36,7 +38,8 @@ def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequenc
     widths: dict[int, set[int]] = {}
     for layer, schemes in zip(layers, assigned, strict=True):
         for name, scheme in schemes.items():
-            rule = asked.scheme.find(full := f"{layer.name}.{name}")
+            rule = asked.mtp if layer.is_head else asked.scheme.find(f"{layer.name}.{name}")
+            full = f"{layer.name}.{name}"
             if scheme is None or rule is None or asked.scheme.keeps(full):
                 continue
             before, after = rule.weight.group_size, scheme.weight.group_size

@@ -16,6 +16,7 @@ from quantkit.compress.recipe.schema import CalibrationSection, Document, Overri
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.formats.compressed_tensors import FORMAT as COMPRESSED_TENSORS
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.formats.gguf import MATRIX_BLOCKS
 from quantkit.numerics.kv_cache import CacheGoal
@@ -37,6 +38,8 @@ class Recipe:
         measured: KL that a search measured, and the text that it used; None = no search wrote the recipe.
         scheme: scheme of each linear. `symmetric: auto` means zero points here, until `settled` resolves it.
         kv_cache: number types of keys and values; None = the recipe does not set them.
+        mtp: scheme of the linears in the decoder layers of MTP heads, which are rounded to nearest; None = kept as in
+            the source.
         steps: algorithms that choose the codes, keyed by name, in execution order; empty = round to nearest.
         calibration: calibration data; None = no step needs data.
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
@@ -55,6 +58,7 @@ class Recipe:
     measured: Mapping[str, Any] | None = None
     scheme: Scheme
     kv_cache: CacheGoal | None = None
+    mtp: LinearScheme | None = None
     steps: Mapping[str, Step]
     calibration: CalibrationSection | None
     input_clip: Literal["absmax", "mse"] = "absmax"
@@ -158,6 +162,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
             gates=gates,
             measured=None if document.measured is None else document.measured.model_dump(),
             kv_cache=kv_cache,
+            mtp=_mtp_scheme(source),
         )
 
 
@@ -246,6 +251,7 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
         "weights": None if weights is None else schemes.weight_fields(weights),
         "activations": None if activations is None else schemes.activation_fields(activations),
         "kv_cache": None if cache is None else schemes.cache_fields(cache),
+        "mtp": None if document.mtp is None else schemes.weight_fields(document.mtp),
         "ignore": list(document.ignore),
         "overrides": [_completed(document, override, index) for index, override in enumerate(document.overrides)],
         "steps": [{name: asdict(step)} for name, step in steps.items()],
@@ -255,6 +261,29 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
         "imatrix": document.imatrix or None,
         "seed": document.seed,
     }
+
+
+def _mtp_scheme(source: Mapping[str, Any]) -> LinearScheme | None:
+    """Return the scheme of MTP heads.
+
+    Raises:
+        RecipeError: the format cannot store it beside the scheme of the layers, or heads cannot have it.
+    """
+    fields, format_ = source["mtp"], source["format"]
+    if fields is None:
+        return None
+    if format_ != COMPRESSED_TENSORS.name:
+        raise RecipeError(
+            f"mtp: only format {COMPRESSED_TENSORS.name} stores MTP heads in a scheme of their own, not {format_}; "
+            "remove 'mtp' (heads are then copied), or change the format"
+        )
+    scheme = schemes.weight_scheme(fields, "mtp")
+    if scheme.has_tensor_scale or fields["symmetric"] == "auto":
+        raise RecipeError(
+            f"mtp: heads need scales of their own per channel, group or block, and symmetric: true or false, found "
+            f"{scheme.describe()}; use int8"
+        )
+    return LinearScheme(weight=scheme)
 
 
 def _embedding(name: str | None, format_: str) -> str | None:

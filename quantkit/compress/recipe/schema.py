@@ -129,6 +129,12 @@ class WeightsSection(RecipeSection):
     signed_scales: bool = True
 
 
+def _mtp(value: Any) -> "WeightsSection | None":
+    if value in (None, "keep"):
+        return None
+    return WeightsSection.model_validate({"dtype": "int8"} if value == "int8" else value)
+
+
 class WeightChanges(RecipeSection):
     """The section `weights:` of an override; None = use the field of the recipe's own `weights:`."""
 
@@ -238,6 +244,7 @@ class Document(RecipeSection):
     weights: WeightsSection | None = None
     activations: ActivationsSection | None = None
     kv_cache: KVCacheSection | None = None
+    mtp: Annotated[WeightsSection | None, PlainValidator(_mtp)] = None
     ignore: Patterns = ()
     overrides: list[Override] = []
     steps: list[Any] = []

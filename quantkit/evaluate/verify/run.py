@@ -21,6 +21,7 @@ from quantkit.benchmark.run import check_target, find_ceilings, load_target, mea
 from quantkit.distributed import share_out
 from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.evaluate import sensitivity
+from quantkit.evaluate.acceptance import check_heads, compare_acceptance
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
 from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
@@ -130,7 +131,13 @@ def verify_pair(
     if bench is not None and options.vllm is None:  # must fit both models before either is loaded
         for path, engine in verification.sides:
             check_target(path, bench, engine)
+    drafts = options.engine.get("speculate") == "mtp"
+    if drafts:
+        check_heads(verification.sides)
     report, text = verification.answers() if options.vllm is None else verification.served_answers(options.vllm)
+    if drafts:
+        accepted = compare_acceptance(verification.sides, text, progress)
+        report = replace(report, comparisons=(*report.comparisons, *accepted))
     # Collect garbage now, or it would count towards the memory of the timed models.
     gc.collect()
     release_freed_memory()

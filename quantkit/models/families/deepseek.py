@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import BALANCED_EXPERTS, SHARED_EXPERTS, Biases, Family, QueryKeyNorm, Rope, Window
+from quantkit.models.mtp import MTP
 from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
 
 SIZES = {
@@ -52,6 +53,7 @@ DEEPSEEK_V3 = replace(
     model_types=("kimi_k2",),
     rope=Rope(interleaved="rope_interleave"),
     experts=BALANCED_EXPERTS,
+    mtp=MTP(),
     defaults={
         **SIZES,
         "n_routed_experts": 256,
@@ -69,7 +71,9 @@ FAMILIES = {
     "deepseek-v2": DEEPSEEK_V2,
     "deepseek-v3": DEEPSEEK_V3,
     # DeepSeek-V3.2, only for planning: DeepSeek-V3 with an indexer that picks which entries of the cache a query reads.
-    "deepseek-v32": Family(latent=True, experts=BALANCED_EXPERTS, defaults={"index_head_dim": 128}, native=False),
+    "deepseek-v32": Family(
+        latent=True, experts=BALANCED_EXPERTS, mtp=MTP(), defaults={"index_head_dim": 128}, native=False
+    ),
     # dots.llm1: norms on queries and keys, dense first layers, then experts as in DeepSeek-V3.
     "dots1": Family(
         hf_names=("Dots1ForCausalLM",),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import BALANCED_EXPERTS, Biases, Family, Parts, QueryKeyNorm, Rope
+from quantkit.models.mtp import MTP
 
 # GLM-4 (first series): Llama with half of each head rotated in neighbouring pairs, gate and up in one.
 GLM = Family(
@@ -25,6 +26,7 @@ FAMILIES = {
     "glm4-moe": Family(
         hf_names=("Glm4MoeForCausalLM",),
         experts=BALANCED_EXPERTS,
+        mtp=MTP(),
         qk_norm=QueryKeyNorm(switch="use_qk_norm"),
         rope=Rope(partial=0.5),
         biases=Biases(output=False),

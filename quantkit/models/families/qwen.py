@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from quantkit.models.family import Biases, Experts, Family, Parts, QueryKeyNorm, Rope, Window, Wrapper
+from quantkit.models.mtp import QWEN_MTP
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
 
@@ -26,7 +27,7 @@ QWEN3_5 = Family(
         {"head_dim": 256, "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_value_heads": 32}
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
     ),
-    unread=("mtp.",),
+    mtp=QWEN_MTP,
     wrapper=Wrapper(hf_names=("Qwen3_5ForConditionalGeneration",)),
 )
 

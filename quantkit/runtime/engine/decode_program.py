@@ -40,6 +40,8 @@ class DecodeProgram:
         max_sequences: maximum number of sequences in one batch.
     Raises:
         Unsupported: the model has a part that no program covers.
+    Attributes:
+        hidden: see `NativeModel.compute`; of the last step, with unused rows behind its own.
     """
 
     def __init__(self, model: NativeModel, cache: KVCache, builder: BatchBuilder, *, max_sequences: int) -> None:
@@ -47,7 +49,8 @@ class DecodeProgram:
         self._angles = [AngleTable() for _ in model.tables]
         self._tokens = np.zeros(max_sequences, dtype=np.int64)
         self._token_ids = torch.from_numpy(self._tokens)
-        self._recorded: dict[str | None, tuple[Program, Tensor, Tensor]] = {}  # keyed by the name of the adapter
+        self.hidden: Tensor | None = None
+        self._recorded: dict[str | None, tuple[Program, Tensor, Tensor, Tensor]] = {}  # keyed by the name of the adapter
         for adapter in (None, *model.adapters.by_name):
             self._prepare(adapter, 1)
 
@@ -71,7 +74,8 @@ class DecodeProgram:
             return None
         if count > self._recorded[adapter][0].rows:
             self._prepare(adapter, min(self._most, 1 << (count - 1).bit_length()))
-        program, stream, scores = self._recorded[adapter]
+        program, stream, hidden, scores = self._recorded[adapter]
+        self.hidden = None if self._model.mtp is None else hidden
         for index, (holder, new, start, _) in enumerate(chunks):
             self._tokens[index], program.positions[index] = new[0], start
             program.contexts[index], program.residual_rows[index] = start - holder.num_evicted + 1, holder.row
@@ -95,7 +99,7 @@ class DecodeProgram:
 
 def record(
     model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], rows: int, adapter: str | None = None
-) -> tuple[Program, Tensor, Tensor]:
+) -> tuple[Program, Tensor, Tensor, Tensor]:
     """Record a decode step of a model.
 
     Args:
@@ -105,8 +109,8 @@ def record(
         rows: maximum number of sequences.
         adapter: name of the adapter that all sequences use; None = the base model.
     Returns:
-        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffer, the head's
-        scores (rows, V).
+        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffers, the hidden
+        states (rows, H) after the final norm and the output projection's scores (rows, V).
     Raises:
         Unsupported: the model has a part that no program covers.
     """
@@ -122,7 +126,7 @@ def record(
         if not isinstance(block, Block):
             raise Unsupported("several residual streams")
         pending = recorder.block(block, pending)
-    return recorder.program, recorder.stream, recorder.head(pending)
+    return recorder.program, recorder.stream, *recorder.head(pending)
 
 
 class _Recorder:
@@ -158,10 +162,10 @@ class _Recorder:
             self._norm(block.output_norm, added, out=added)
         return added
 
-    def head(self, pending: Tensor | None) -> Tensor:
-        """Record the final norm and the output head; return the buffer of the head's scores."""
+    def head(self, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Record the final norm and the output head; return the buffers of the norm's outputs and the head's scores."""
         normed = self._norm(self._model.final_norm, self.stream if pending is None else pending, pending is not None)
-        return self._linear(self._model.head, normed, "scores")
+        return normed, self._linear(self._model.head, normed, "scores")
 
     def _attention(self, block: Block, attention: Attention, entered: Tensor) -> Tensor:
         paged, options = self._cache.attention[attention.layer], attention.options

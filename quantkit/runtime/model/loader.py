@@ -41,6 +41,7 @@ from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.expected_tensors import check_memory, check_tensors
 from quantkit.runtime.model.layers import Block
 from quantkit.runtime.model.model import Model, NativeModel
+from quantkit.runtime.model.mtp import build_draft_head, find_draft_head
 from quantkit.runtime.model.residual_streams import StreamedBlock
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.safety.untrusted import read_object
@@ -48,6 +49,10 @@ from quantkit.safety.untrusted import read_object
 Backend = Literal["auto", "native", "transformers"]
 
 _RECURRENT = "the recurrent layers run in plain torch, and the prefix cache is off for this model"
+_UNQUANTIZED_CACHE = (
+    "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and values "
+    "unquantized"
+)
 _TEXT_ALONE = "only the language model is loaded, for text prompts; image and other encoders are left out"
 
 
@@ -60,6 +65,7 @@ def load_model(
     backend: Backend = "auto",
     adapters: Mapping[str, Path] = MappingProxyType({}),
     merge: Path | str | None = None,
+    mtp: bool = False,
 ) -> Model:
     """Load a model for running.
 
@@ -73,6 +79,7 @@ def load_model(
             if quantkit's layers support the model, otherwise transformers.
         adapters: folders of adapters that requests can choose, keyed by name.
         merge: folder of an adapter to merge into the weights, which must not be quantized; None = none.
+        mtp: whether to load the model's MTP head, which drafts tokens; only for quantkit's own layers.
     Raises:
         ModelError, CheckpointError: the directory holds no model, or an inconsistent one.
         ResourceError: the model does not fit in memory.
@@ -92,7 +99,9 @@ def load_model(
                 dense = open_dense(reader.path)  # which knows whether weights are quantized, and refuses those
                 reader = merged(dense, read_adapter(merge, ModelReader.of(dense, config.family)), config.family)
             with entered(device):
-                return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype, adapters=adapters)
+                return load_native(
+                    reader, config, dtype=dtype, device=device, head_dtype=head_dtype, adapters=adapters, mtp=mtp
+                )
         except NotNative:
             if backend == "native":
                 raise
@@ -116,13 +125,7 @@ def load_model(
         )
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
-        notes = (
-            *notes,
-            (
-                "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and "
-                "values unquantized"
-            ),
-        )
+        notes = (*notes, _UNQUANTIZED_CACHE)
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
 
 
@@ -134,16 +137,18 @@ def load_native(
     device: torch.device,
     head_dtype: str | None = None,
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    mtp: bool = False,
 ) -> NativeModel:
     """Build a model from its config and checkpoint.
 
     Args:
         reader: reader of the checkpoint.
         config: config of the model.
-        dtype, device, head_dtype, adapters: see `load_model`.
+        dtype, device, head_dtype, adapters, mtp: see `load_model`.
     Raises:
         NotNative: the runtime cannot decode the format of the quantized linears.
         ModelError, CheckpointError, ResourceError: see `load_model`.
+        RequestError: the checkpoint has no MTP head, although it is asked for.
     """
     found = Adapters()
     if adapters:
@@ -151,7 +156,8 @@ def load_native(
         found = Adapters({name: read_adapter(folder, dense) for name, folder in adapters.items()})
     reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
-    check_tensors(config, reader, scheme)
+    drafting = find_draft_head(config, reader) if mtp else None
+    check_tensors(config, reader, scheme, drafting)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, device)
     check_memory(reader, chosen, device)
@@ -167,6 +173,8 @@ def load_native(
         look_up = head.rows
         weights.num_bytes -= table.nbytes
     del table
+    if drafting is not None:
+        parts["mtp"] = build_draft_head(weights, drafting, parts["ropes"])
     release_freed_memory()
     facts = [stored_cache.note] if stored_cache.note else []
     facts += [_RECURRENT] * config.is_recurrent + [_TEXT_ALONE] * ConfigReader(reader.config).is_wrapped

@@ -186,16 +186,17 @@ class Weights:
         ]
 
 
-def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
+def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig], prefix: str | None = None) -> Block:
     """Build one decoder layer.
 
     Args:
         weights: source of the parts; its byte counts grow.
         index: layer number.
         ropes: rotary embeddings of the model.
+        prefix: prefix of the names of the layer's tensors; None = that of the model's layer with this number.
     """
     config = weights.config
-    prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
+    prefix, rope = prefix or f"{config.family.layers}.{index}.", config.ropes[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
     up, down, gated = config.family.parts.up, config.family.parts.down, config.family.parts.gated
     mlp: Callable[[Tensor], Tensor] | None = None
