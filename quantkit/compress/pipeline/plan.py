@@ -33,7 +33,7 @@ from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
-from quantkit.models.mtp import head_tensors
+from quantkit.models.mtp import MTP, head_tensors
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import check_apart
 
@@ -126,18 +126,14 @@ def build_plan(
     family, discovery = find_model(source)
     merging = None if adapter is None else read_adapter(adapter, ModelReader.of(source, family))
     source = source if merging is None else merged(source, merging, family)
-    # The reader shows stacked experts of MTP heads one by one only to quantize them; otherwise they are copied whole.
-    family = replace(family, mtp=None if recipe.mtp is None else find_heads(source.config, source.names).data)
+    family = replace(family, mtp=_head_names(source, recipe))
     _check_calibration(source, discovery, recipe)
     reader = _open(source, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
     skeleton.check_tensors()
-    parts = [
-        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
-        for i in range(skeleton.num_layers)
-    ]
+    parts = _layer_linears(skeleton)
     inside = {f"{part.name}.{name}" for part in parts for name in part.shapes}
     if discovery is not None and skeleton.tower_linears() and any(recipe.scheme.unmatched(inside)):
         reader, skeleton = _open_towers(source, skeleton)
@@ -235,6 +231,20 @@ def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelRea
     family = with_tower_names(skeleton.family, source)
     reader = ModelReader.of(source, family)
     return reader, Skeleton(reader, family, skeleton.dtype, skeleton.device)
+
+
+def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
+    return [
+        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
+        for i in range(skeleton.num_layers)
+    ]
+
+
+def _head_names(source: CheckpointReader, recipe: Recipe) -> MTP | None:
+    """Return the description of MTP heads by which the reader shows stacked experts of heads one by one; None if the
+    recipe does not quantize heads, so that stacks are copied whole.
+    """
+    return None if recipe.mtp is None else find_heads(source.config, source.names).data
 
 
 def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears]:
