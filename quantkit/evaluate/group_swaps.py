@@ -123,7 +123,9 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apa
             "quantkit's engine runs itself"
         )
     if ours.adapters.by_name:
-        raise ModelError("a sensitivity map swaps parts between models, which adapters do not allow; leave --adapter out")
+        raise ModelError(
+            "a sensitivity map swaps parts between models, which adapters do not allow; leave --adapter out"
+        )
     # In another dtype, a swapped group would add its own rounding to the KL.
     if ours.dtype != theirs.dtype:
         raise ModelError(

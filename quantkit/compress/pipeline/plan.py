@@ -117,21 +117,16 @@ def build_plan(
         ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
     """
     source = open_dense(resolve(model))
-    name = "demo" if model is None else model
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
-    merging = None if adapter is None else read_adapter(adapter, ModelReader.of(source, family))
-    source = source if merging is None else merged(source, merging, family)
+    source, merging = _merged(source, adapter, family)
     _check_calibration(source, discovery, recipe)
     reader = _open(source, family, recipe, described=discovery is None)
     target_device = pick_device(device)
     dtype = _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
     skeleton.check_tensors()
-    parts = [
-        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
-        for i in range(skeleton.num_layers)
-    ]
+    parts = _layer_linears(skeleton)
     inside = {f"{part.name}.{name}" for part in parts for name in part.shapes}
     if discovery is not None and skeleton.tower_linears() and any(recipe.scheme.unmatched(inside)):
         reader, skeleton = _open_towers(source, skeleton)
@@ -149,7 +144,7 @@ def build_plan(
     kept = check_kept(recipe, reader, format_, {n: scheme for n, scheme in linears.items() if n in inside})
     warnings = (*made.warnings, *reader.notes, *kept)
     return Plan(
-        model=name,
+        model="demo" if model is None else model,
         source=source,
         adapter=merging,
         reader=reader,
@@ -166,6 +161,24 @@ def build_plan(
         output=_target(model, source, recipe, output),
         discovery=discovery,
     )
+
+
+def _merged(
+    source: CheckpointReader, adapter: str | Path | None, family: Family
+) -> tuple[CheckpointReader, Adapter | None]:
+    """Return a reader of the model with an adapter merged, and the adapter; None = merge none."""
+    if adapter is None:
+        return source, None
+    merging = read_adapter(adapter, ModelReader.of(source, family))
+    return merged(source, merging, family), merging
+
+
+def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
+    """Return the linears of each decoder layer."""
+    return [
+        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
+        for i in range(skeleton.num_layers)
+    ]
 
 
 def _check_calibration(source: CheckpointReader, discovery: Discovery | None, recipe: Recipe) -> None:

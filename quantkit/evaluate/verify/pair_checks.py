@@ -104,7 +104,7 @@ def check_pair(
         baseline: directory or hub id of the original; None = the model that quantkit-run.json names.
         gates: gates to check; None = the recipe's gates.
         adapters: adapters that the user named, see `EngineConfig`. If an adapter was merged into the checkpoint, the
-            first one is this adapter, which is now at another place.
+            first one is this adapter, which is now elsewhere.
     Raises:
         ModelError, DataError: a model or a merged adapter does not exist, or the vocabularies differ.
         CheckpointError: a file is damaged, or has changed since it was written.
@@ -126,9 +126,9 @@ def check_pair(
     adapter: Path | None = None
     of_adapter: tuple[str, ...] = ()
     if digest is not None:
-        place = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
+        named = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
         known = section(section(manifest, "identity"), "source")
-        adapter, of_adapter = _adapter(path, digest, place, None if baseline is None else original, known)
+        adapter, of_adapter = _adapter(path, digest, named, None if baseline is None else original, known)
     hashes, notes = check_files(reader, manifest)
     return Pair(
         path=path,
@@ -159,14 +159,14 @@ def merged_digest(path: Path, manifest: Mapping[str, Any]) -> str | None:
 
 
 def _adapter(
-    path: Path, digest: str, place: Any, given: CheckpointReader | None, known: Mapping[str, Any]
+    path: Path, digest: str, named: Any, given: CheckpointReader | None, known: Mapping[str, Any]
 ) -> tuple[Path | None, tuple[str, ...]]:
     """Return the folder of the adapter to merge into the original, and a note about it.
 
     Args:
         path: directory of the checkpoint.
         digest: digest of the adapter that was merged into it.
-        place: folder of the adapter, as the user or quantkit-run.json says.
+        named: folder of the adapter, as the user or quantkit-run.json says.
         given: reader of the original, if the user named it. Other files than those that the adapter was merged into
             are taken to have the adapter already.
         known: digests of the files that the adapter was merged into, keyed by name; empty = unknown.
@@ -175,13 +175,13 @@ def _adapter(
         name = given.path.name
         note = f"{name} has other weights than the model that the adapter was merged into, so it is taken as it is."
         return None, (note,)
-    if not isinstance(place, str | Path) or not Path(place).is_dir():
-        where = f", which is not at {place}" if place else ""
+    if not isinstance(named, str | Path) or not Path(named).is_dir():
+        where = f", which is not at {shorten(named)}" if named else ""
         raise ModelError(f"{path} has a merged adapter (SHA-256 {digest[:12]}...){where}; give its folder as --adapter")
-    folder = Path(place)
-    if (found := adapter_digest(folder)) != digest:
+    folder = Path(named)
+    if (own := adapter_digest(folder)) != digest:
         raise CheckpointError(
-            f"{folder} is not the adapter that was merged into {path}: its SHA-256 is {found[:12]}... instead of "
+            f"{folder} is not the adapter that was merged into {path}: its SHA-256 is {own[:12]}... instead of "
             f"{digest[:12]}...; give the folder of that adapter as --adapter"
         )
     return folder, (f"The original is {folder.name} merged into the model that the checkpoint was made from.",)

@@ -3,7 +3,7 @@
 Weights are converted layer by layer, so memory never holds two copies of the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from quantkit.machine.devices import entered, fast_cpu_dtype
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find_language_model
+from quantkit.models.family import Family
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
@@ -86,31 +87,16 @@ def load_model(
         try:
             config = read_model_config(reader)
             if merge is not None:
-                dense = open_dense(reader.path)  # which knows whether weights are quantized, and refuses those
-                reader = merged(dense, read_adapter(merge, ModelReader.of(dense, config.family)), config.family)
+                reader = _merged(reader.path, merge, config.family)
             with entered(device):
                 return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype, adapters=adapters)
         except NotNative:
             if backend == "native":
                 raise
-    if is_gguf(reader.path):
-        raise ModelError(
-            f"{reader.path}: quantkit does not run GGUF files through transformers; run `quantkit convert --to dense` "
-            "first"
-        )
+    _check_transformers(reader, head_dtype, [*adapters, *([] if merge is None else [str(merge)])])
     # Imported late: native models do not need transformers.
     from quantkit.runtime.model.hf_model import load_with_transformers
 
-    if head_dtype is not None:
-        raise InputError(
-            f"head_dtype is {head_dtype!r}, but transformers runs this model and keeps its head unchanged; leave "
-            "head_dtype out"
-        )
-    if adapters or merge is not None:
-        raise InputError(
-            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters) or merge}) only to its "
-            "own layers; merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
-        )
     chosen, notes = pick_dtype(dtype, reader, device)
     if CONFIG_KEY in reader.config:
         notes = (
@@ -121,6 +107,31 @@ def load_model(
             ),
         )
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
+
+
+def _merged(path: Path, adapter: Path | str, family: Family) -> CheckpointReader:
+    """Return a reader of an unquantized model with an adapter merged."""
+    dense = open_dense(path)  # which knows whether weights are quantized, so that merging refuses them
+    return merged(dense, read_adapter(adapter, ModelReader.of(dense, family)), family)
+
+
+def _check_transformers(reader: CheckpointReader, head_dtype: str | None, adapters: Sequence[str]) -> None:
+    """Refuse what quantkit cannot do if transformers runs the model."""
+    if is_gguf(reader.path):
+        raise ModelError(
+            f"{reader.path}: quantkit does not run GGUF files through transformers; run `quantkit convert --to dense` "
+            "first"
+        )
+    if head_dtype is not None:
+        raise InputError(
+            f"head_dtype is {head_dtype!r}, but transformers runs this model and keeps its head unchanged; leave "
+            "head_dtype out"
+        )
+    if adapters:
+        raise InputError(
+            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters)}) only to its own layers; "
+            "merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
+        )
 
 
 def load_native(
