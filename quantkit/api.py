@@ -120,10 +120,15 @@ def verify(
 
     if output is not None:
         check_output(Path(output))
+
+    def write(report: Report) -> None:
+        if output is not None:
+            write_report(report, Path(output))
+
     adapters = options.engine.get("adapters", ()) if options is not None else ()
-    report = verify_pair(check_pair(checkpoint, baseline, gates, adapters=adapters), options, progress=progress)
-    if output is not None:
-        write_report(report, Path(output))
+    pair = check_pair(checkpoint, baseline, gates, adapters=adapters)
+    report = verify_pair(pair, options, progress=progress, keep=write)
+    write(report)
     return report
 
 

@@ -23,6 +23,7 @@ from quantkit.engine_rules.data_sheets import CAPABILITIES
 RESULTS, OTHERS = (Path(__file__).resolve().parents[1] / "results" / name for name in ("vllm", "cpu_engines"))
 NAMES = {"gemma3_text": "gemma3"}
 EXPERTS = ("mixtral", "qwen3_moe")  # models whose layers have experts
+WITHDRAWN = "awq-gptq-int4"  # a recipe that quantkit shipped when the rows were measured
 _QUOTED = 100  # characters of what an engine says
 ENGINES = ("vllm", "vllm:cpu", "sglang", "transformers", "tensorrt-llm", "llama.cpp")
 SERVED = (
@@ -101,8 +102,9 @@ def _compared(row: dict[str, Any]) -> list[str]:
 
 
 def newest(kind: str) -> Any:
-    """Rows, breaches, or what `verify` says, of the newest release of vLLM."""
-    return json.loads(max(RESULTS.glob(f"*-cpu-{kind}.json")).read_text())
+    """Rows, breaches, or what `verify` says, of the newest release of vLLM; no rows of a withdrawn recipe."""
+    found = json.loads(max(RESULTS.glob(f"*-cpu-{kind}.json")).read_text())
+    return {**found, "rows": [row for row in found["rows"] if row["case"] != WITHDRAWN]} if kind == "rows" else found
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

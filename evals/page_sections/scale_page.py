@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import MARK, code_digest, digest, source
 
-from quantkit.compress.recipe import load
+from quantkit.compress.recipe import load, shipped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/scale"
 KILLED = ((1, 2), (2, 1))  # ranks of the job that is killed, and of the one that ends it
@@ -37,7 +37,8 @@ def row_code(row: Row) -> str:
 
 def bytes_table() -> str:
     """Recipes by models: which numbers of ranks wrote the bytes of one, and which killed jobs others ended so."""
-    rows: dict[str, Row] = json.loads((RESULTS / "bytes.json").read_text(encoding="utf-8"))
+    measured: dict[str, Row] = json.loads((RESULTS / "bytes.json").read_text(encoding="utf-8"))
+    rows = {key: row for key, row in measured.items() if key.split()[1] in shipped()}  # some were withdrawn since
     models = list(dict.fromkeys(key.split()[0] for key in rows))
     lines = [f"| Recipe | {' | '.join(models)} |", "|---" * (1 + len(models)) + "|"]
     for recipe in sorted({key.split()[1] for key in rows}):

@@ -198,7 +198,7 @@ class _HeaderWeights(Weights):
         return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype
 
     def head(self, head_dtype: str | None) -> None:
-        """Count the output head, or a copy of the embedding if the embedding itself cannot serve as the head."""
+        """Count the output head; a head tied to the embedding may be a copy of the table, or replace it."""
         name, rows, width = self.config.family.head, self.config.vocab_size, self.config.hidden_size
         tied, table = self.config.tied, self.stored(f"{self.config.family.embedding}.weight")
         if head_dtype is not None:
@@ -209,6 +209,8 @@ class _HeaderWeights(Weights):
             self.linear([name])
         elif self.native or table != self.dtype:
             self._add(rows, width, None, False, table)
+            if self.native:  # rows are then looked up in the head
+                self.num_bytes -= rows * width * table.itemsize
 
     def _add(self, rows: int, width: int, scheme: LinearScheme | None, bias: bool, stored: torch.dtype) -> None:
         self.num_bytes += _laid_out_bytes(rows, width, scheme, bias, stored, self.dtype, self.target)

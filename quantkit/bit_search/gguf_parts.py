@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gguf import GGMLQuantizationType as Block
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from quantkit.bit_search.candidates import Candidate
 from quantkit.checkpoints.dense_source import open_dense
@@ -28,6 +30,8 @@ _BESIDE = {"int5": "q5_k", "q5_1": "q5_k", "int6": "q6_k", "int8": "q8_0"}
 _ENTRIES = 4096  # bytes of the `quantkit.*` entries, without the module names in the recipe
 _LIST = "  - \n"  # text around each module name in the YAML of a recipe
 _PADDING = 32  # most padding bytes after a tensor
+
+_Ends = tuple[Callable[[Tensor], Tensor], Linear]  # fields `embedding` and `head` of a model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +76,10 @@ class Ends:
         self._model, self._reader = original.model, open_dense(original.path)
         family = self._model.config.family
         self.modules = (family.embedding,) if self._model.config.tied else (family.embedding, family.head)
-        self._original: tuple[Tensor, Linear] = self._model.embedding, self._model.head
+        self._original: _Ends = self._model.embedding, self._model.head
         self._blocks: dict[tuple[str, str], tuple[Block, Tensor]] = {}
         self._type: str | None = None
-        self._last: tuple[str, tuple[Tensor, Linear]] | None = None
+        self._last: tuple[str, _Ends] | None = None
 
     @property
     def type_name(self) -> str | None:
@@ -116,7 +120,7 @@ class Ends:
             for module, shape in shapes.items()
         }
 
-    def _rounded(self, name: str) -> tuple[Tensor, Linear]:
+    def _rounded(self, name: str) -> _Ends:
         model, head = self._model, self.modules[-1]
         tables = [self._decoded(name, module) for module in self.modules]
         bias = (
@@ -124,7 +128,8 @@ class Ends:
             if f"{head}.bias" in self._reader
             else None
         )
-        return tables[0], build_linear(tables[-1], bias=bias, dtype=model.dtype, device=model.device)
+        look_up = partial(embedding, weight=tables[0])
+        return look_up, build_linear(tables[-1], bias=bias, dtype=model.dtype, device=model.device)
 
     def _decoded(self, name: str, module: str) -> Tensor:
         """Return a weight (V, H), rounded to a GGUF type, in the model's dtype. Keep the blocks: rounding is slow."""

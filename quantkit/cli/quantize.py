@@ -11,7 +11,7 @@ import click
 from quantkit.cli._options import RUN, Settings, launch_ranks, option_group, push_option, set_option
 from quantkit.cli._output import Command, Output, explain
 from quantkit.cli.verify import check_before, gate_option, verify_result
-from quantkit.quantities import byte_size, elapsed
+from quantkit.quantities import byte_size, counted, elapsed
 from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
 
@@ -177,9 +177,10 @@ def _summary(result: CompressionResult) -> Table:
     from quantkit.report.tables import storage_rows
 
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
-    layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.ignored)} ignored"
+    quantized = counted(result.num_quantized, "linear")
+    layers = f"{result.num_layers}, with {quantized} quantized, {len(result.ignored)} ignored"
     if result.resumed_layers:
-        layers += f"; {result.resumed_layers} layers reused from an interrupted run"
+        layers += f"; {counted(result.resumed_layers, 'layer')} reused from an interrupted run"
     return facts(
         [
             ("model", result.model),

@@ -13,6 +13,7 @@ import click
 from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.quantities import counted
 from quantkit.report.table import Table
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def failure(report: Report) -> str:
 
     failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
     todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
-    return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Suggested change: {todo}"
+    total = counted(len(report.gates), "gate")
+    return f"{len(failed)} of {total} did not hold: {'; '.join(failed)}. Suggested change: {todo}"
 
 
 def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def verify_result(
     path = Path(result.output)
     pair = check_pair(path, model, gates)
     options = verify_options({}, {name: value for name, value in how.items() if name == "device"})
-    report = verify_pair(pair, options, progress=output_to.tell)
+    report = verify_pair(pair, options, progress=output_to.tell, keep=lambda early: write_report(early, path))
     if not report.held:
         # Renamed first, so that the report is written into the checkpoint that it is about.
         report, path = set_aside(report, path)
@@ -231,6 +233,9 @@ def command(
     pair = check_pair(checkpoint, baseline, gates, adapters=options.engine.get("adapters", ()))
     folder = report_folder(pair.path) if output is None else Path(output)
     check_output(folder)
-    report = verify_pair(pair, options, progress=output_to.tell)
-    files, problem = write_report(report, folder) if is_writer() else ({}, "")
-    finish(output_to, report, files, problem)
+
+    def write(report: Report) -> tuple[dict[str, Path], str]:
+        return write_report(report, folder) if is_writer() else ({}, "")
+
+    report = verify_pair(pair, options, progress=output_to.tell, keep=write)
+    finish(output_to, report, *write(report))

@@ -189,7 +189,7 @@ class RooflineRecord(Record):
         batch: sequences in the step.
         context: tokens before the step, per sequence.
         num_tokens: new tokens in the step, over all sequences.
-        bytes_moved: bytes of weights, KV cache and activations that the step must read and write.
+        bytes_moved: bytes of weights and KV cache that the step must read and write.
         flops: operations of the step; a multiply-add counts as two.
         seconds: median time of the step.
         copy_bytes_per_s: bandwidth of a large copy on this machine (bytes read + written).

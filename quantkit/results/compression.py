@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from quantkit.quantities import counted
 from quantkit.results._record import SCHEMA_VERSION, Record
 
 
@@ -136,7 +137,7 @@ class CalibrationRecord(Record):
         """Return a short form for tables."""
         images = f" ({self.num_with_images} with images)" if self.num_with_images else ""
         held_out = f"; {self.num_held_out:,} other tokens held out" if self.num_held_out else ""
-        return f"{self.num_samples} samples{images}, {self.num_tokens:,} tokens in all{held_out}"
+        return f"{counted(self.num_samples, 'sample')}{images}, {counted(self.num_tokens, 'token')} in all{held_out}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +157,7 @@ class TowerRecord(Record):
         if not self.linears:
             return "kept as they are"
         kinds = Counter(linear.scheme for linear in self.linears)
-        text = ", ".join(f"{count} linears {scheme}" for scheme, count in kinds.most_common())
+        text = ", ".join(f"{counted(count, 'linear')} {scheme}" for scheme, count in kinds.most_common())
         left = self.num_linears - len(self.linears)
         return f"quantized without data: {text}" + (f"; {left} kept as they are" if left else "")
 
@@ -270,8 +271,10 @@ def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
         return None
     name, few = min(counts.items(), key=lambda item: min(item[1]))
     notes = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
-    text = f"{len(few)} in each of {len(counts)} layers; fewest tokens routed to one expert: {min(few):,} ({name})"
-    return f"{text}; under-calibrated in {len(notes)} layers: {notes[0].rpartition('; ')[2]}" if notes else text
+    where = counted(len(counts), "layer")
+    text = f"{len(few)} in each of {where}; fewest tokens routed to one expert: {min(few):,} ({name})"
+    where = counted(len(notes), "layer")
+    return f"{text}; under-calibrated in {where}: {notes[0].rpartition('; ')[2]}" if notes else text
 
 
 def _describe_cache(record: CacheRecord) -> str:

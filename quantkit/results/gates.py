@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import GateError, suggestion
-from quantkit.quantities import interval
+from quantkit.quantities import counted, interval
 from quantkit.results import BenchmarkRun, Comparison, GateResult, Report, SensitivityProposal
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, MarginRecord
 from quantkit.results.statistics.comparison import ANSWER_LENGTH, BEHAVIOUR
@@ -115,7 +115,7 @@ def _too_few(report: Report, kind: str | None) -> str:
         return ""
     counts = {each.kind: each.num_prompts for each in report.behaviour.margins}
     count, what = (sum(counts.values()), "makes decisions") if kind is None else (counts.get(kind, 0), DECISIONS[kind])
-    return f"the original {what} in {count} prompts, fewer than the {MIN_PROMPTS} needed"
+    return f"the original {what} in {counted(count, 'prompt')}, fewer than the {MIN_PROMPTS} needed"
 
 
 def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:

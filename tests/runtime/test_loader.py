@@ -147,7 +147,17 @@ def test_bytes_are_those_of_the_weights(tmp_path, tied):
     embedding = tensors["model.embed_tokens.weight"].nbytes
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert model.stored_bytes == (total if tied else total - embedding)
-    assert model.num_bytes in ((total, total + embedding) if tied else (total,))  # a head in panels is a copy
+    assert model.num_bytes == total  # a head in panels replaces the table
+
+
+@pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
+def test_a_tied_head_in_panels_serves_as_the_embedding(tmp_path, dtype, computed):
+    folder = make_loud_model(tmp_path, "llama", tie_word_embeddings=True, vocab_size=260, dtype=dtype)
+    model, table = load_model(folder, dtype=computed), load_file(folder / "model.safetensors")
+    ids = torch.tensor([0, 259, 64, 63, 7])
+    assert torch.equal(model.embed(ids), table["model.embed_tokens.weight"][ids].to(model.dtype))
 
 
 @pytest.mark.skipif(cpu.library() is None, reason=cpu.status())

@@ -116,15 +116,10 @@ def build_plan(
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
     """
-    source = open_dense(resolve(model))
-    check_cache(recipe, source.config)
-    family, discovery = find_model(source)
-    source, merging = _merged(source, adapter, family)
-    _check_calibration(source, discovery, recipe)
+    source, family, discovery, merging = _open_source(model, recipe, adapter)
     reader = _open(source, family, recipe, described=discovery is None)
-    target_device = pick_device(device)
-    dtype = _source_dtype(reader, family)
-    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
+    target, dtype = pick_device(device), _source_dtype(reader, family)
+    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target), target)
     skeleton.check_tensors()
     parts = _layer_linears(skeleton)
     inside = {f"{part.name}.{name}" for part in parts for name in part.shapes}
@@ -163,14 +158,18 @@ def build_plan(
     )
 
 
-def _merged(
-    source: CheckpointReader, adapter: str | Path | None, family: Family
-) -> tuple[CheckpointReader, Adapter | None]:
-    """Return a reader of the model with an adapter merged, and the adapter; None = merge none."""
-    if adapter is None:
-        return source, None
-    merging = read_adapter(adapter, ModelReader.of(source, family))
-    return merged(source, merging, family), merging
+def _open_source(
+    model: str | None, recipe: Recipe, adapter: str | Path | None
+) -> tuple[CheckpointReader, Family, Discovery | None, Adapter | None]:
+    """Open the model and merge the adapter; for the parts of the result, see `Plan`."""
+    source, merging = open_dense(resolve(model)), None
+    check_cache(recipe, source.config)
+    family, discovery = find_model(source)
+    if adapter is not None:
+        merging = read_adapter(adapter, ModelReader.of(source, family))
+        source = merged(source, merging, family)
+    _check_calibration(source, discovery, recipe)
+    return source, family, discovery, merging
 
 
 def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:

@@ -28,6 +28,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.distributed import broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.inspection import inspect
 from quantkit.machine.devices import threads_within_quota
 from quantkit.machine.system import peak_bytes
 from quantkit.native.openmp_wait import watch_neighbours
@@ -62,8 +63,7 @@ def quantize(
         output: directory to write, or a file if the format is a single file; None = `<model>-<recipe>` in the current
             directory. It is written under another name and renamed after all checks.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" if the layers run on a
-            GPU.
+        activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" on a GPU, else "disk".
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
         engine: name of an engine in `quantkit.engine_rules` that must be able to read the result. If it cannot, the
@@ -100,7 +100,8 @@ def quantize(
         entries = {"general.name": name, **made_by(recipe, folder, codes)}
         written = convert(codes, recipe.format, whole, embedding=recipe.embedding, entries=entries, overwrite=True)
         stage.promote(whole)
-    return replace(result, output=str(file), output_bytes=written.output_bytes)
+    bits = inspect(file).bits_per_weight or result.bits_per_weight  # the file's blocks may be smaller than the groups
+    return replace(result, output=str(file), output_bytes=written.output_bytes, bits_per_weight=bits)
 
 
 def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, device: str) -> None:

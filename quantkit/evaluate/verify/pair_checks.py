@@ -23,7 +23,7 @@ from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.distribution import installed_version
-from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
+from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError, RequestError
 from quantkit.evaluate.loading import check_same_language
 from quantkit.formats import is_gguf
 from quantkit.formats.ggml.gguf_file import read_gguf
@@ -75,6 +75,23 @@ class Pair:
         """Patterns that the recipe ignores."""
         patterns = section(self.manifest, "recipe").get("ignore")
         return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
+
+    @property
+    def merging(self) -> dict[str, Any]:
+        """Keywords of `LLM` that merge the adapter into the original."""
+        return {} if self.adapter is None else {"merge": self.adapter}
+
+    def check_vllm(self) -> None:
+        """Refuse to run the pair in vLLM if an adapter must be merged into the original.
+
+        Raises:
+            RequestError: an adapter must be merged.
+        """
+        if self.adapter is not None:
+            raise RequestError(
+                f"vLLM cannot merge the adapter {self.adapter} into the original; merge them with PEFT's "
+                "merge_and_unload, and give the merged model as --baseline"
+            )
 
     @property
     def moves_scales(self) -> bool | None:

@@ -54,6 +54,7 @@ class NativeLinear(Linear):
         address: address of the `QkLinear`, which `program` passes to C.
         activation: how inputs are quantized, as a number of linear.h.
         is_int8: whether `qk_linear_int8` multiplies.
+        is_dense: whether the weight is unquantized.
         dtype: float32 or bfloat16.
     """
 
@@ -87,7 +88,7 @@ class NativeLinear(Linear):
         self.address = ctypes.addressof(self._descriptor)
         self._kind = int(self.dtype == torch.bfloat16)
         self.activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
-        self.is_int8 = storage == _U8
+        self.is_int8, self.is_dense = storage == _U8, storage in _DENSE.values()
         name = "qk_linear_int8" if self.is_int8 else "qk_linear"
         self._multiply = cpu.function(name, *[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3, returns=ctypes.c_int)
 
@@ -104,6 +105,14 @@ class NativeLinear(Linear):
         if self._multiply(self.address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self.activation, threads):
             raise ResourceError(f"out of memory for the inputs of a linear layer ({tokens} x {self.in_features})")
         return out
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return rows (T, K) of an unquantized weight in its stored dtype, for indices (T,)."""
+        kind = next(dtype for dtype, storage in _DENSE.items() if storage == self._descriptor.storage)
+        elements, panel, row = self._tensors[0].view(kind), indices // _PANEL, indices % _PANEL
+        # (P, K, 64), but inputs in pairs in bf16: (P, K / 2, 64, 2).
+        panels = elements.view(-(-self.out_features // _PANEL), -1, _PANEL, 2 if kind == torch.bfloat16 else 1)
+        return panels[panel, :, row].flatten(1)[:, : self.in_features]
 
 
 def available(device: torch.device) -> bool:

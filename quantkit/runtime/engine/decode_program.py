@@ -138,7 +138,7 @@ class _Recorder:
     ) -> None:
         self._model, self._cache, self._angles, self.program = model, cache, angles, program
         self._adapter = adapter
-        self.stream = program.buffer("stream", model.embedding.shape[1])
+        self.stream = program.buffer("stream", model.config.hidden_size)
 
     def block(self, block: Block, pending: Tensor | None) -> Tensor:
         """Record `Block.__call__`; return the buffer of the output that the next norm adds to the stream."""

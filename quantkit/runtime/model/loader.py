@@ -3,13 +3,15 @@
 Weights are converted layer by layer, so memory never holds two copies of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from quantkit.checkpoints.adapter import merged, read_adapter
 from quantkit.checkpoints.dense_source import open_dense
@@ -19,6 +21,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, SchemeError
 from quantkit.formats import is_gguf, recognise
 from quantkit.formats.base import Format
+from quantkit.kernels.cpu.linear import NativeLinear
 from quantkit.kernels.reference.ops import DenseLinear
 from quantkit.kernels.types import Linear
 from quantkit.machine.devices import entered, fast_cpu_dtype
@@ -166,9 +169,15 @@ def load_native(
     weights = Weights(
         reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device, adapters=found
     )
-    parts = build_parts(weights)
+    table, parts = build_parts(weights)
     found.check_applied()
-    head = _build_head(weights, parts["embedding"], head_dtype)
+    head = _build_head(weights, table, head_dtype)
+    look_up: Callable[[Tensor], Tensor] = partial(embedding, weight=table)
+    if config.tied and head_dtype is None and isinstance(head, NativeLinear) and head.is_dense:
+        # Rows are looked up in the head's panels, so that memory does not hold the table twice.
+        look_up = head.rows
+        weights.num_bytes -= table.nbytes
+    del table
     release_freed_memory()
     facts = [stored_cache.note] if stored_cache.note else []
     facts += [_RECURRENT] * config.is_recurrent + [_TEXT_ALONE] * ConfigReader(reader.config).is_wrapped
@@ -177,6 +186,7 @@ def load_native(
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         **parts,
+        embedding=look_up,
         head=head,
         num_bytes=weights.num_bytes + found.num_bytes,
         stored_bytes=weights.stored_bytes,
@@ -189,14 +199,14 @@ def load_native(
     )
 
 
-def build_parts(weights: Weights) -> dict[str, Any]:
-    """Build the parts of a `NativeModel` except the head; return them keyed by field name."""
+def build_parts(weights: Weights) -> tuple[Tensor, dict[str, Any]]:
+    """Return the embedding table (V, H), and the parts of a `NativeModel` between it and the head by field name."""
     config = weights.config
     # Each distinct rotary embedding once, in order: layers with equal ones share a table of angles.
     ropes = list(dict.fromkeys(filter(None, config.ropes)))
-    embedding = f"{config.family.embedding}.weight"
+    name = f"{config.family.embedding}.weight"
     # In its stored dtype: converting the few rows of a step is cheaper than keeping a second table.
-    table = weights.tensor(embedding, weights.reader.info(embedding).dtype)
+    table = weights.tensor(name, weights.reader.info(name).dtype)
     blocks: list[Block | StreamedBlock] = []
     build = build_block if config.family.block is None else build_streamed_block
     for index in range(config.num_layers):
@@ -205,7 +215,7 @@ def build_parts(weights: Weights) -> dict[str, Any]:
         release_freed_memory()
     streams = None if config.family.block is None else build_head(weights)
     norm = weights.norm(config.family.final_norm)
-    return {"embedding": table, "blocks": blocks, "streams": streams, "ropes": ropes, "final_norm": norm}
+    return table, {"blocks": blocks, "streams": streams, "ropes": ropes, "final_norm": norm}
 
 
 def read_headers(reader: CheckpointReader) -> tuple[ModelConfig, Format | None, Scheme | None]:

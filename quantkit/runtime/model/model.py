@@ -4,13 +4,12 @@ Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, StateLayout, kv_dtype
 from quantkit.kernels.types import ForwardBatch, Linear
@@ -85,7 +84,7 @@ class NativeModel(Model):
 
     Args:
         config: config of the model.
-        embedding: (V, H) table, any float dtype.
+        embedding: looks up rows of the embedding table: (T,) -> (T, H), any float dtype.
         blocks: decoder layers in running order.
         streams: splits and joins several residual streams; None = the model has one stream.
         ropes: rotary embeddings that the blocks refer to by index.
@@ -97,7 +96,7 @@ class NativeModel(Model):
     """
 
     config: ModelConfig
-    embedding: Tensor
+    embedding: Callable[[Tensor], Tensor]
     blocks: Sequence[Block | StreamedBlock]
     streams: StreamHead | None = None
     ropes: Sequence[RopeConfig]
@@ -137,7 +136,7 @@ class NativeModel(Model):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled."""
-        x = embedding(token_ids, self.embedding).to(self.dtype)
+        x = self.embedding(token_ids).to(self.dtype)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def reserve(self, length: int) -> None:

@@ -218,7 +218,7 @@ def test_a_file_that_is_not_text(tmp_path):
     ("name", "expected"),
     [
         ("awq-int", "(did you mean 'awq-int4'?)"),
-        ("nowhere.yaml", "is neither a shipped recipe nor a file; shipped: autoround-int4, awq-gptq-int4"),
+        ("nowhere.yaml", "is neither a shipped recipe nor a file; shipped: autoround-int4, awq-int4"),
         (".", "is a directory, not a recipe file"),
     ],
 )

@@ -8,7 +8,6 @@ from quantkit.compress.recipe import check, load, shipped
 
 MEANING = {
     "autoround-int4": ("int4 g128", ("autoround",)),
-    "awq-gptq-int4": ("int4 g128", ("awq", "gptq")),
     "awq-int4": ("int4 g128 asym", ("awq",)),
     "awq-int4-kv4": ("int4 g128 asym", ("awq",)),
     "awq-int4-kv8": ("int4 g128 asym", ("awq",)),
