@@ -329,5 +329,5 @@ def _read(weights: CheckpointReader, name: str) -> Tensor:
 
 def _some(names: list[str]) -> str:
     """Return the first names of a list, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(shorten(name, 100) for name in names[:_SHOWN]) + more
+    others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(shorten(name, 100) for name in names[:_SHOWN]) + others

@@ -81,7 +81,6 @@ class EngineConfig:
         (),
         "LoRA adapter to compute with: a PEFT folder, with or without a name for it.",
         flag="--adapter [NAME=]DIR",
-        kind=str,
         shown="none",
     )
     adapter: str | None = setting(None, "Name of the adapter of requests that name none; None = the base model.")

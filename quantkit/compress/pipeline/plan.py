@@ -120,18 +120,11 @@ def build_plan(
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
     """
-    source = open_dense(resolve(model))
-    name = "demo" if model is None else model
-    check_cache(recipe, source.config)
-    family, discovery = find_model(source)
-    merging = None if adapter is None else read_adapter(adapter, ModelReader.of(source, family))
-    source = source if merging is None else merged(source, merging, family)
+    source, family, discovery, merging = _open_source(model, recipe, adapter)
     family = replace(family, mtp=_head_names(source, recipe))
-    _check_calibration(source, discovery, recipe)
     reader = _open(source, family, recipe, described=discovery is None)
-    target_device = pick_device(device)
-    dtype = _source_dtype(reader, family)
-    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
+    target, dtype = pick_device(device), _source_dtype(reader, family)
+    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target), target)
     skeleton.check_tensors()
     parts = _layer_linears(skeleton)
     inside = {f"{part.name}.{name}" for part in parts for name in part.shapes}
@@ -152,7 +145,7 @@ def build_plan(
     kept = check_kept(recipe, reader, format_, {n: scheme for n, scheme in linears.items() if n in inside})
     warnings = (*made.warnings, *reader.notes, *kept)
     return Plan(
-        model=name,
+        model="demo" if model is None else model,
         source=source,
         adapter=merging,
         reader=reader,
@@ -170,6 +163,28 @@ def build_plan(
         output=_target(model, source, recipe, output),
         discovery=discovery,
     )
+
+
+def _open_source(
+    model: str | None, recipe: Recipe, adapter: str | Path | None
+) -> tuple[CheckpointReader, Family, Discovery | None, Adapter | None]:
+    """Open the model and merge the adapter; for the parts of the result, see `Plan`."""
+    source, merging = open_dense(resolve(model)), None
+    check_cache(recipe, source.config)
+    family, discovery = find_model(source)
+    if adapter is not None:
+        merging = read_adapter(adapter, ModelReader.of(source, family))
+        source = merged(source, merging, family)
+    _check_calibration(source, discovery, recipe)
+    return source, family, discovery, merging
+
+
+def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
+    """Return the linears of each decoder layer."""
+    return [
+        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
+        for i in range(skeleton.num_layers)
+    ]
 
 
 def _check_calibration(source: CheckpointReader, discovery: Discovery | None, recipe: Recipe) -> None:

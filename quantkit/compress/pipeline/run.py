@@ -84,9 +84,7 @@ def quantize(
     if not suffix or not is_writer():
         return compress(output, overwrite)
     # A single file: quantize to a directory, from which an interrupted run can resume, and convert that directory.
-    from quantkit.compress.convert import convert
-    from quantkit.compress.convert.gguf_writer import check_model
-    from quantkit.compress.convert.source import open_source
+    from quantkit.compress.convert import convert, gguf_writer, source
 
     check_cache(recipe, {})  # a single file cannot describe a KV cache, whatever the model
     folder = resolve(model)
@@ -96,7 +94,7 @@ def quantize(
     kind = f"quantize --format {recipe.format}"
     with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
         # Refuse a model that the file cannot hold, before hours of work.
-        check_model(open_source(folder))
+        gguf_writer.check_model(source.open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = compress(codes, overwrite=True)
         entries = {"general.name": name, **made_by(recipe, folder, codes)}

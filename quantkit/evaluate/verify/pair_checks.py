@@ -70,23 +70,28 @@ class Pair:
     has_adapter: bool = False
     adapter: Path | None = None
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Patterns that the recipe ignores."""
+        patterns = section(self.manifest, "recipe").get("ignore")
+        return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
+
+    @property
+    def merging(self) -> dict[str, Any]:
+        """Keywords of `LLM` that merge the adapter into the original."""
+        return {} if self.adapter is None else {"merge": self.adapter}
+
     def check_vllm(self) -> None:
-        """Refuse to run the pair in vLLM if the original needs an adapter merged into it.
+        """Refuse to run the pair in vLLM if an adapter must be merged into the original.
 
         Raises:
-            RequestError: it does.
+            RequestError: an adapter must be merged.
         """
         if self.adapter is not None:
             raise RequestError(
                 f"vLLM cannot merge the adapter {self.adapter} into the original; merge them with PEFT's "
                 "merge_and_unload, and give the merged model as --baseline"
             )
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Patterns that the recipe ignores."""
-        patterns = section(self.manifest, "recipe").get("ignore")
-        return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
 
     @property
     def moves_scales(self) -> bool | None:
@@ -116,7 +121,7 @@ def check_pair(
         baseline: directory or hub id of the original; None = the model that quantkit-run.json names.
         gates: gates to check; None = the recipe's gates.
         adapters: adapters that the user named, see `EngineConfig`. If an adapter was merged into the checkpoint, the
-            first one is this adapter, which is now at another place.
+            first one is this adapter, which is now elsewhere.
     Raises:
         ModelError, DataError: a model or a merged adapter does not exist, or the vocabularies differ.
         CheckpointError: a file is damaged, or has changed since it was written.
@@ -138,9 +143,9 @@ def check_pair(
     adapter: Path | None = None
     of_adapter: tuple[str, ...] = ()
     if digest is not None:
-        place = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
+        named = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
         known = section(section(manifest, "identity"), "source")
-        adapter, of_adapter = _adapter(path, digest, place, None if baseline is None else original, known)
+        adapter, of_adapter = _adapter(path, digest, named, None if baseline is None else original, known)
     hashes, notes = check_files(reader, manifest)
     return Pair(
         path=path,
@@ -171,14 +176,14 @@ def merged_digest(path: Path, manifest: Mapping[str, Any]) -> str | None:
 
 
 def _adapter(
-    path: Path, digest: str, place: Any, given: CheckpointReader | None, known: Mapping[str, Any]
+    path: Path, digest: str, named: Any, given: CheckpointReader | None, known: Mapping[str, Any]
 ) -> tuple[Path | None, tuple[str, ...]]:
     """Return the folder of the adapter to merge into the original, and a note about it.
 
     Args:
         path: directory of the checkpoint.
         digest: digest of the adapter that was merged into it.
-        place: folder of the adapter, as the user or quantkit-run.json says.
+        named: folder of the adapter, as the user or quantkit-run.json says.
         given: reader of the original, if the user named it. Other files than those that the adapter was merged into
             are taken to have the adapter already.
         known: digests of the files that the adapter was merged into, keyed by name; empty = unknown.
@@ -187,13 +192,13 @@ def _adapter(
         name = given.path.name
         note = f"{name} has other weights than the model that the adapter was merged into, so it is taken as it is."
         return None, (note,)
-    if not isinstance(place, str | Path) or not Path(place).is_dir():
-        where = f", which is not at {place}" if place else ""
+    if not isinstance(named, str | Path) or not Path(named).is_dir():
+        where = f", which is not at {shorten(named)}" if named else ""
         raise ModelError(f"{path} has a merged adapter (SHA-256 {digest[:12]}...){where}; give its folder as --adapter")
-    folder = Path(place)
-    if (found := adapter_digest(folder)) != digest:
+    folder = Path(named)
+    if (own := adapter_digest(folder)) != digest:
         raise CheckpointError(
-            f"{folder} is not the adapter that was merged into {path}: its SHA-256 is {found[:12]}... instead of "
+            f"{folder} is not the adapter that was merged into {path}: its SHA-256 is {own[:12]}... instead of "
             f"{digest[:12]}...; give the folder of that adapter as --adapter"
         )
     return folder, (f"The original is {folder.name} merged into the model that the checkpoint was made from.",)

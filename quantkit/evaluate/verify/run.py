@@ -28,7 +28,13 @@ from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity
 from quantkit.evaluate.lm_eval_run import import_language_model
 from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, check_items, evaluate
+from quantkit.evaluate.run import (
+    answer_prompts,
+    behaviour_plan,
+    check_evaluation,
+    check_items,
+    evaluate,
+)
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
@@ -160,11 +166,10 @@ class _Verification:
     @property
     def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
         """(directory, keywords of `LLM`) of the checkpoint and of the original."""
-        engine = {name: value for name, value in self.options.engine.items() if value is not None}
-        if self.pair.has_adapter:  # then --adapter says where the adapter is that the checkpoint has already
-            engine = {name: value for name, value in engine.items() if name not in ("adapters", "adapter")}
-        merge = {} if self.pair.adapter is None else {"merge": self.pair.adapter}
-        return (self.pair.path, engine), (self.pair.baseline, {**of_the_original(engine), **merge})
+        # If the checkpoint has an adapter already, --adapter says where it is.
+        left_out = ("adapters", "adapter") if self.pair.has_adapter else ()
+        engine = {k: value for k, value in self.options.engine.items() if value is not None and k not in left_out}
+        return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine) | self.pair.merging)
 
     def answers(self) -> tuple[Report, str]:
         """Run tasks, perplexity, fidelity and sensitivity; return the report and the content of the text on which

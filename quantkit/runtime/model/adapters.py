@@ -113,9 +113,9 @@ class Adapters:
         """
         for adapter in self.by_name.values():
             if left := [name for name in adapter.updates if name not in self._applied]:
-                more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+                others = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
                 raise ModelError(
-                    f"{adapter.path} changes {', '.join(left[:_SHOWN])}{more}, which quantkit's layers do not compute "
+                    f"{adapter.path} changes {', '.join(left[:_SHOWN])}{others}, which quantkit's layers do not compute "
                     "as a linear of its own; merge the adapter with `quantkit quantize --adapter`"
                 )
 

@@ -3,7 +3,7 @@
 Weights are converted layer by layer, so memory never holds two copies of the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from quantkit.machine.devices import entered, fast_cpu_dtype
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find_language_model
+from quantkit.models.family import Family
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
@@ -96,8 +97,7 @@ def load_model(
         try:
             config = read_model_config(reader)
             if merge is not None:
-                dense = open_dense(reader.path)  # which knows whether weights are quantized, and refuses those
-                reader = merged(dense, read_adapter(merge, ModelReader.of(dense, config.family)), config.family)
+                reader = _merged(reader.path, merge, config.family)
             with entered(device):
                 return load_native(
                     reader, config, dtype=dtype, device=device, head_dtype=head_dtype, adapters=adapters, mtp=mtp
@@ -105,28 +105,39 @@ def load_model(
         except NotNative:
             if backend == "native":
                 raise
+    _check_transformers(reader, head_dtype, [*adapters, *([] if merge is None else [str(merge)])])
+    # Imported late: native models do not need transformers.
+    from quantkit.runtime.model.hf_model import load_with_transformers
+
+    chosen, notes = pick_dtype(dtype, reader, device)
+    if CONFIG_KEY in reader.config:
+        notes = (*notes, _UNQUANTIZED_CACHE)
+    return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
+
+
+def _merged(path: Path, adapter: Path | str, family: Family) -> CheckpointReader:
+    """Return a reader of an unquantized model with an adapter merged."""
+    dense = open_dense(path)  # which knows whether weights are quantized, so that merging refuses them
+    return merged(dense, read_adapter(adapter, ModelReader.of(dense, family)), family)
+
+
+def _check_transformers(reader: CheckpointReader, head_dtype: str | None, adapters: Sequence[str]) -> None:
+    """Refuse what quantkit cannot do if transformers runs the model."""
     if is_gguf(reader.path):
         raise ModelError(
             f"{reader.path}: quantkit does not run GGUF files through transformers; run `quantkit convert --to dense` "
             "first"
         )
-    # Imported late: native models do not need transformers.
-    from quantkit.runtime.model.hf_model import load_with_transformers
-
     if head_dtype is not None:
         raise InputError(
             f"head_dtype is {head_dtype!r}, but transformers runs this model and keeps its head unchanged; leave "
             "head_dtype out"
         )
-    if adapters or merge is not None:
+    if adapters:
         raise InputError(
-            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters) or merge}) only to its "
-            "own layers; merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
+            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters)}) only to its own layers; "
+            "merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
         )
-    chosen, notes = pick_dtype(dtype, reader, device)
-    if CONFIG_KEY in reader.config:
-        notes = (*notes, _UNQUANTIZED_CACHE)
-    return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
 
 
 def load_native(
@@ -150,10 +161,10 @@ def load_native(
         ModelError, CheckpointError, ResourceError: see `load_model`.
         RequestError: the checkpoint has no MTP head, although it is asked for.
     """
-    found = Adapters()
+    loaded = Adapters()
     if adapters:
         dense = ModelReader.of(open_dense(reader.path), config.family)
-        found = Adapters({name: read_adapter(folder, dense) for name, folder in adapters.items()})
+        loaded = Adapters({name: read_adapter(folder, dense) for name, folder in adapters.items()})
     reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
     drafting = find_draft_head(config, reader) if mtp else None
@@ -162,10 +173,10 @@ def load_native(
     chosen, notes = pick_dtype(dtype, reader, device)
     check_memory(reader, chosen, device)
     weights = Weights(
-        reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device, adapters=found
+        reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device, adapters=loaded
     )
     table, parts = build_parts(weights)
-    found.check_applied()
+    loaded.check_applied()
     head = _build_head(weights, table, head_dtype)
     look_up: Callable[[Tensor], Tensor] = partial(embedding, weight=table)
     if config.tied and head_dtype is None and isinstance(head, NativeLinear) and head.is_dense:
@@ -185,13 +196,13 @@ def load_native(
         **parts,
         embedding=look_up,
         head=head,
-        num_bytes=weights.num_bytes + found.num_bytes,
+        num_bytes=weights.num_bytes + loaded.num_bytes,
         stored_bytes=weights.stored_bytes,
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, *reader.notes, *weights.notes, *facts, *found.notes),
-        adapters=found,
+        notes=(*notes, *reader.notes, *weights.notes, *facts, *loaded.notes),
+        adapters=loaded,
         stored_cache=stored_cache,
     )
 
