@@ -205,18 +205,16 @@ def command(
 
     With --adapter, both models compute with the adapter. If CHECKPOINT was quantized with a merged adapter, the same
     adapter is merged into the original; --adapter then says where it is.
-
     Writes report.json, report.html, junit.xml and README.md, the model card.
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
       kl, kl_p99, top1, length_ratio, margin[DECISION], flips, loop_rate,
       unended, right_format, valid_calls, ttft_ratio, itl_ratio, tpot_ratio,
-      throughput_ratio, memory_ratio, size_ratio, bits_per_weight.
+      throughput_ratio, memory_ratio, size_ratio, bits_per_weight, acceptance_ratio.
 
     \b
     Examples:
-      quantkit quantize --recipe awq-int4 -o demo-awq-int4
       quantkit verify demo-awq-int4
       quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
       quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
@@ -231,8 +229,7 @@ def command(
     options = verify_options(**what)
     check_options(options)
     pair = check_pair(checkpoint, baseline, gates, adapters=options.engine.get("adapters", ()))
-    folder = report_folder(pair.path) if output is None else Path(output)
-    check_output(folder)
+    check_output(folder := report_folder(pair.path) if output is None else Path(output))
 
     def write(report: Report) -> tuple[dict[str, Path], str]:
         return write_report(report, folder) if is_writer() else ({}, "")

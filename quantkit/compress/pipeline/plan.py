@@ -121,7 +121,6 @@ def build_plan(
         ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
     """
     source, family, discovery, merging = _open_source(model, recipe, adapter)
-    family = replace(family, mtp=_head_names(source, recipe))
     reader = _open(source, family, recipe, described=discovery is None)
     target, dtype = pick_device(device), _source_dtype(reader, family)
     skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target), target)
@@ -137,23 +136,21 @@ def build_plan(
     leave = Assigned if discovery is None else partial(keep_loadable, reader, format_, parts, ignored)
     stored = partial(_stored_in, reader)
     recipe, made = fit(recipe, family, parts, stored, leave, engine=engine, hidden_size=skeleton.hidden_size)
-    if made.dequantize:
-        family = replace(family, decode_at_load=True)
-    layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in made.schemes]
+    layers = [{name: scheme for name, scheme in schemes.items() if scheme} for schemes in made.schemes]
     by_part = list(zip(parts, layers, strict=True))
     linears = {f"{part.name}.{n}": scheme for part, layer in by_part for n, scheme in layer.items()}
     kept = check_kept(recipe, reader, format_, {n: scheme for n, scheme in linears.items() if n in inside})
-    warnings = (*made.warnings, *reader.notes, *kept)
+    known = () if discovery is None else (discovery.summary,)
     return Plan(
         model="demo" if model is None else model,
         source=source,
         adapter=merging,
         reader=reader,
         skeleton=skeleton,
-        family=family,
+        family=replace(family, decode_at_load=family.decode_at_load or made.dequantize),
         recipe=recipe,
         format=format_,
-        warnings=warnings if discovery is None else (discovery.summary, *warnings),
+        warnings=(*known, *made.warnings, *reader.notes, *kept),
         layers=tuple(layer for part, layer in by_part if not part.beside),
         linears=linears,
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
@@ -176,7 +173,7 @@ def _open_source(
         merging = read_adapter(adapter, ModelReader.of(source, family))
         source = merged(source, merging, family)
     _check_calibration(source, discovery, recipe)
-    return source, family, discovery, merging
+    return source, replace(family, mtp=_head_names(source, recipe)), discovery, merging
 
 
 def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
@@ -246,13 +243,6 @@ def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelRea
     family = with_tower_names(skeleton.family, source)
     reader = ModelReader.of(source, family)
     return reader, Skeleton(reader, family, skeleton.dtype, skeleton.device)
-
-
-def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
-    return [
-        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
-        for i in range(skeleton.num_layers)
-    ]
 
 
 def _head_names(source: CheckpointReader, recipe: Recipe) -> MTP | None:

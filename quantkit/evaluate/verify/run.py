@@ -28,13 +28,7 @@ from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity
 from quantkit.evaluate.lm_eval_run import import_language_model
 from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import (
-    answer_prompts,
-    behaviour_plan,
-    check_evaluation,
-    check_items,
-    evaluate,
-)
+from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, check_items, evaluate
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
@@ -272,11 +266,10 @@ class _Verification:
         ours = answer_prompts(llm, own, lambda line: self.progress(f"checkpoint: {line}"))
         subject = "margins of the original's decisions"
         self.progress(subject)
-
-        def say(line: str) -> None:
-            self.progress(f"{subject}: {line}")
-
-        return compare_behaviour(llm, original, own, (theirs, ours), say), (theirs, ours), notes
+        compared = compare_behaviour(
+            llm, original, own, (theirs, ours), lambda line: self.progress(f"{subject}: {line}")
+        )
+        return compared, (theirs, ours), notes
 
     def _evaluate(
         self,

@@ -177,12 +177,7 @@ def load_native(
     )
     table, parts = build_parts(weights)
     loaded.check_applied()
-    head = _build_head(weights, table, head_dtype)
-    look_up: Callable[[Tensor], Tensor] = partial(embedding, weight=table)
-    if config.tied and head_dtype is None and isinstance(head, NativeLinear) and head.is_dense:
-        # Rows are looked up in the head's panels, so that memory does not hold the table twice.
-        look_up = head.rows
-        weights.num_bytes -= table.nbytes
+    parts["embedding"], parts["head"] = _build_ends(weights, table, head_dtype)
     del table
     if drafting is not None:
         parts["mtp"] = build_draft_head(weights, drafting, parts["ropes"])
@@ -194,8 +189,6 @@ def load_native(
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         **parts,
-        embedding=look_up,
-        head=head,
         num_bytes=weights.num_bytes + loaded.num_bytes,
         stored_bytes=weights.stored_bytes,
         eos_ids=read_eos(reader),
@@ -317,6 +310,16 @@ def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
         if info.dtype in totals:
             totals[info.dtype] += info.num_bytes
     return max(totals, key=lambda dtype: totals[dtype])
+
+
+def _build_ends(weights: Weights, table: Tensor, head_dtype: str | None) -> tuple[Callable[[Tensor], Tensor], Linear]:
+    """Return what looks up rows of the embedding table (V, H), and the output head."""
+    head = _build_head(weights, table, head_dtype)
+    if weights.config.tied and head_dtype is None and isinstance(head, NativeLinear) and head.is_dense:
+        # Rows are looked up in the head's panels, so that memory does not hold the table twice.
+        weights.num_bytes -= table.nbytes
+        return head.rows, head
+    return partial(embedding, weight=table), head
 
 
 def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:
