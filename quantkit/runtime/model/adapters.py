@@ -115,8 +115,8 @@ class Adapters:
             if left := [name for name in adapter.updates if name not in self._applied]:
                 others = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
                 raise ModelError(
-                    f"{adapter.path} changes {', '.join(left[:_SHOWN])}{others}, which quantkit's layers do not compute "
-                    "as a linear of its own; merge the adapter with `quantkit quantize --adapter`"
+                    f"{adapter.path} changes {', '.join(left[:_SHOWN])}{others}, which quantkit's layers do not "
+                    "compute as a linear of its own; merge the adapter with `quantkit quantize --adapter`"
                 )
 
 
