@@ -203,8 +203,8 @@ def command(
 ) -> None:
     """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate gives exit code 3.
 
-    Writes report.json, report.html, junit.xml and README.md, the model card. With --adapter, both models use the adapter;
-    if it was merged into CHECKPOINT, --adapter says where it is.
+    Writes report.json, report.html, junit.xml and README.md, the model card. With --adapter, both models use the
+    adapter; if it was merged into CHECKPOINT, --adapter says where it is.
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
