@@ -203,10 +203,8 @@ def command(
 ) -> None:
     """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate gives exit code 3.
 
-    With --adapter, both models compute with the adapter. If CHECKPOINT was quantized with a merged adapter, the same
-    adapter is merged into the original; --adapter then says where it is.
-
-    Writes report.json, report.html, junit.xml and README.md, the model card.
+    Writes report.json, report.html, junit.xml and README.md, the model card. With --adapter, both models compute with
+    the adapter; if one was merged into CHECKPOINT, the option says where that one is.
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
