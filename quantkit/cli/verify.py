@@ -203,8 +203,8 @@ def command(
 ) -> None:
     """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate gives exit code 3.
 
-    Writes report.json, report.html, junit.xml and README.md, the model card. With --adapter, both models compute with
-    the adapter; if one was merged into CHECKPOINT, the option says where that one is.
+    Writes report.json, report.html, junit.xml and README.md, the model card. If an adapter was merged into CHECKPOINT,
+    --adapter says where it is.
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
@@ -229,8 +229,7 @@ def command(
     options = verify_options(**what)
     check_options(options)
     pair = check_pair(checkpoint, baseline, gates, adapters=options.engine.get("adapters", ()))
-    folder = report_folder(pair.path) if output is None else Path(output)
-    check_output(folder)
+    check_output(folder := report_folder(pair.path) if output is None else Path(output))
 
     def write(report: Report) -> tuple[dict[str, Path], str]:
         return write_report(report, folder) if is_writer() else ({}, "")
