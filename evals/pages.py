@@ -103,6 +103,11 @@ def runtime(page: str) -> str:
     return section(page, "eviction", generator("page_sections/eviction_page.py").table())
 
 
+def mtp(page: str) -> str:
+    """docs/mtp.md."""
+    return section(page, "acceptance", generator("page_sections/mtp_page.py").table())
+
+
 def scale(page: str) -> str:
     """docs/scale.md."""
     made = generator("page_sections/scale_page.py")
@@ -154,6 +159,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/performance.md": performance,
     "docs/promises.md": promises,
     "docs/models.md": models,
+    "docs/mtp.md": mtp,
     "docs/serve.md": serve,
     "docs/runtime.md": runtime,
     "docs/scale.md": scale,

@@ -31,6 +31,7 @@ def quantize(
     resume: bool = True,
     overwrite: bool = False,
     engine: str | None = None,
+    adapter: str | Path | None = None,
     listener: Listener = SILENT,
 ) -> CompressionResult:
     """Compress a model to a new checkpoint.
@@ -47,6 +48,8 @@ def quantize(
         overwrite: replace an existing output directory.
         engine: engine that must be able to read the result, e.g. "vllm" or "vllm:h100"; see `quantkit.engine_rules`.
             A recipe whose result the engine cannot read is refused before the work starts. None = no particular engine.
+        adapter: folder of a LoRA adapter in PEFT's format, which is merged into the model before quantizing; None =
+            none.
         listener: receives progress events.
     Returns:
         The record of the compression: sizes, errors per linear, times.
@@ -62,6 +65,7 @@ def quantize(
         resume=resume,
         overwrite=overwrite,
         engine=engine,
+        adapter=adapter,
         listener=listener,
     )
 
@@ -116,9 +120,15 @@ def verify(
 
     if output is not None:
         check_output(Path(output))
-    report = verify_pair(check_pair(checkpoint, baseline, gates), options, progress=progress)
-    if output is not None:
-        write_report(report, Path(output))
+
+    def write(report: Report) -> None:
+        if output is not None:
+            write_report(report, Path(output))
+
+    adapters = options.engine.get("adapters", ()) if options is not None else ()
+    pair = check_pair(checkpoint, baseline, gates, adapters=adapters)
+    report = verify_pair(pair, options, progress=progress, keep=write)
+    write(report)
     return report
 
 

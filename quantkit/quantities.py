@@ -64,6 +64,11 @@ def as_percent(share: float) -> str:
     return f"{100 * share:.2g} %" if abs(share) < 0.095 else f"{100 * share:.0f} %"
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a number of things, thousands separated: `1 gate`, `12,000 tokens`; the noun is given in the singular."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def signed(value: float | None, digits: int = 3) -> str:
     """Format a difference with its sign and this many decimals: `-0.013`."""
     return MISSING if value is None or math.isnan(value) else f"{value:+.{digits}f}"

@@ -1,39 +1,33 @@
-"""What pipelines run: .ci/verify with its table of gates, the action's inputs, the workflows' scripts."""
+"""What pipelines run: .ci/verify with the gates that it shows, the action's inputs, the workflows' scripts."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from quantkit.report.files import write_report
+from quantkit.report.files import render_markdown
+from quantkit.report.tables import gate_lines, headline
 from tests.report.synthetic import make_report
 
 ROOT = Path(__file__).parents[1]
-GATES = [
-    {"gate": "kl<=0.05", "value": 0.0061681, "held": True, "remedy": None},
-    {"gate": "itl_ratio<=1", "value": None, "held": False, "remedy": "use more\nsamples <b>"},
-]
 # Stands for the command: notes its arguments, writes a report and exits as it is told to.
 QUANTKIT = """#!{python}
-import json, os, pathlib, sys
+import os, pathlib, sys
 pathlib.Path("arguments").write_text("\\n".join(sys.argv[1:]))
 folder = pathlib.Path(os.environ["REPORT"])
 if os.environ["CODE"] != "4":
     folder.mkdir()
-    report = {{"model": {{"name": "a|b"}}, "gates": json.loads(os.environ["RESULTS"])}}
-    (folder / "report.json").write_text(json.dumps(report))
+    (folder / "README.md").write_text(os.environ["CARD"])
 sys.exit(int(os.environ["CODE"]))
 """
 
 
-def verify(folder: Path, code: int, gates: list[dict[str, Any]], **settings: str) -> int:
+def verify(folder: Path, code: int, **settings: str) -> int:
     command = folder / "quantkit"
     command.write_text(QUANTKIT.format(python=sys.executable))
     command.chmod(0o755)
@@ -41,7 +35,7 @@ def verify(folder: Path, code: int, gates: list[dict[str, Any]], **settings: str
         **os.environ,
         "PATH": f"{folder}:{os.environ['PATH']}",
         "CODE": str(code),
-        "RESULTS": json.dumps(gates),
+        "CARD": render_markdown(make_report()),
         "CHECKPOINT": "my model",
         "REPORT": "report",
         "GITHUB_STEP_SUMMARY": "summary",
@@ -53,35 +47,27 @@ def verify(folder: Path, code: int, gates: list[dict[str, Any]], **settings: str
 def test_inputs_become_arguments_and_nothing_is_read_as_a_command(tmp_path):
     asked = {"GATES": "kl<=0.05\n\n recovery>=98.9; rm -rf x", "BASELINE": "$(b)"}
     asked["ARGUMENTS"] = "--suite none  --no-bench"
-    assert verify(tmp_path, 0, GATES[:1], **asked) == 0
+    assert verify(tmp_path, 0, **asked) == 0
     assert (tmp_path / "arguments").read_text().splitlines() == [
         *("verify", "my model", "--output", "report", "--baseline", "$(b)"),
         *("--gate", "kl<=0.05", "--gate", "recovery>=98.9; rm -rf x", "--suite", "none", "--no-bench"),
     ]
-    table = "| Gate | Value | Result |\n|---|---|---|\n| `kl<=0.05` | 0.006168 | held |\n"
-    expected = f"### a\\|b: 1 of 1 gates hold\n\n{table}"
-    assert (tmp_path / "summary").read_text() == (tmp_path / "report/gates.md").read_text() == expected
 
 
-def test_a_failed_gate_is_shown_and_keeps_its_exit_code(tmp_path):
-    assert verify(tmp_path, 3, GATES) == 3
+def test_the_verdict_and_the_gates_of_the_card_are_shown_and_a_failed_one_keeps_its_exit_code(tmp_path):
+    report = make_report()
+    assert verify(tmp_path, 3) == 3
     shown = (tmp_path / "summary").read_text()
-    assert "1 of 2 gates hold" in shown
-    assert "| `itl_ratio<=1` | not measured | **failed** |" in shown
-    assert "- use more samples &lt;b>" in shown
+    assert shown == (tmp_path / "report/gates.md").read_text()
+    title, *lines = shown.splitlines()
+    assert title == f"# {report.model.name}"
+    assert headline(report) in shown
+    assert lines[-1 - len(gate_lines(report.gates)) : -1] == [f"- {line}" for line in gate_lines(report.gates)]
 
 
 def test_without_a_report_the_exit_code_alone_tells(tmp_path):
-    assert verify(tmp_path, 4, GATES) == 4
+    assert verify(tmp_path, 4) == 4
     assert not (tmp_path / "summary").exists()
-
-
-def test_the_table_reads_the_reports_that_verify_writes(tmp_path):
-    write_report(make_report(), tmp_path)
-    command = [sys.executable, ROOT / ".ci/gate_table.py", tmp_path / "report.json"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert all(f"| `{gate.gate}` | " in shown for gate in make_report().gates)
-    assert make_report().model.name in shown.splitlines()[0]
 
 
 def test_the_action_gives_the_script_all_of_its_inputs():

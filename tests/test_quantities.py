@@ -25,6 +25,8 @@ SAID = [
     (quantities.as_percent, 0.0751, "7.5 %"),
     (quantities.as_percent, 0.5, "50 %"),
     (quantities.as_percent, 1.73, "173 %"),
+    (lambda count: quantities.counted(count, "gate"), 1, "1 gate"),
+    (lambda count: quantities.counted(count, "gate"), 1200, "1,200 gates"),
     (quantities.times, 1.61, "1.6x"),
     (quantities.times, 12.3, "12x"),
     (quantities.byte_size, 0, "0 bytes"),

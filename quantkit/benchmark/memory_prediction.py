@@ -24,6 +24,7 @@ from quantkit.kernels.layouts import page_bytes, residual_bytes
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import Linear, LinearFacts
 from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE
+from quantkit.models.mtp import MTPHead
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.runtime.model.cache_schemes import read_stored_cache
@@ -31,6 +32,7 @@ from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import manifest_of, stored_scheme
 from quantkit.runtime.model.loader import build_parts, head_scheme, pick_dtype, read_headers
 from quantkit.runtime.model.model import config_layouts
+from quantkit.runtime.model.mtp import build_draft_head, find_draft_head
 from quantkit.runtime.model.weights import Weights
 
 _ROWS = 128  # every further block of this many rows takes the same number of bytes
@@ -95,12 +97,14 @@ def predict(
     kv_cache: str = "auto",
     page_size: int = DEFAULT_PAGE_SIZE,
     head_dtype: str | None = None,
+    mtp: bool = False,
 ) -> Prediction | None:
     """Predict the memory of a model directory loaded with these settings; reads only headers.
 
     Args:
         path: the model directory.
         dtype, device, kv_cache, page_size, head_dtype: as for `LLM`.
+        mtp: whether the model's MTP head is loaded too.
     Returns:
         The prediction; None if only transformers can run the model, so that its memory layout is unknown, or if the
         model cannot be loaded. The loader reports the reason later.
@@ -112,7 +116,8 @@ def predict(
         reader = CheckpointReader(Path(path))
         config, format_, scheme = read_headers(reader)
         chosen, _ = pick_dtype(dtype, reader, target)
-        layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen)
+        head = find_draft_head(config, reader) if mtp else None
+        layouts = config_layouts(config, read_stored_cache(reader, config), kv_cache, page_size, chosen, head)
         weights = _HeaderWeights(
             reader=ModelReader.of(reader, config.family),
             config=config,
@@ -122,8 +127,11 @@ def predict(
             device=torch.device("cpu"),
             target=target,
             native=on_cpu,
+            draft=head,
         )
-        build_parts(weights)
+        _, parts = build_parts(weights)
+        if head is not None:
+            build_draft_head(weights, head, parts["ropes"])
         weights.head(head_dtype)
     except InputError:
         return None
@@ -154,15 +162,17 @@ class _HeaderWeights(Weights):
     Args:
         target: device on which the model would run.
         native: whether the C kernels would run.
+        draft: MTP head that is counted too; None = none.
     """
 
     target: torch.device
     native: bool
+    draft: MTPHead | None
     _sizes: dict[str, tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         Weights.__post_init__(self)  # `super()` fails in a dataclass with slots
-        self._sizes, _ = manifest_of(self.config)
+        self._sizes, _ = manifest_of(self.config, self.draft)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         value = torch.empty(self.reader.info(name).shape, dtype=dtype or self.dtype, device="meta")

@@ -55,7 +55,8 @@ def check_target(
     settings = engine or {}
     path = resolve(model)
     known = {name: settings[name] for name in ("dtype", "kv_cache", "page_size", "head_dtype") if name in settings}
-    prediction = predict(path, device=pick_device(settings.get("device", "auto")), **known)
+    mtp = settings.get("speculate") == "mtp"
+    prediction = predict(path, device=pick_device(settings.get("device", "auto")), mtp=mtp, **known)
     if prediction is not None:
         longest = prediction.config.max_length
         longest = min(longest, settings.get("max_length") or longest)
@@ -185,6 +186,7 @@ def _finish(
         capacity_tokens=pages * engine.config.page_size if engine.runner.cache is not None else None,
         device=_device_name(target.llm.device),
         settings=_settings(target, ceilings),
+        acceptance=tuple(target.llm.stats()["acceptance_by_position"]),
     )
 
 

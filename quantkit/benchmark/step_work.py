@@ -107,7 +107,8 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
         parameters=round(sum(_size(linear) * (share if routed else 1.0) for linear, routed in linears)),
         head_parameters=_size(model.head),
         head_bytes=model.head.stored_bytes,
-        layers=tuple((config.attention(index), form) for index, form in enumerate(forms)),
+        # Without the layer of an MTP head, which only drafts.
+        layers=tuple((config.attention(index), form) for index, form in enumerate(forms[: config.num_layers])),
         product=product_type(model),
     )
 

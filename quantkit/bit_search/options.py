@@ -42,16 +42,16 @@ class SearchOptions:
         commas=True,
         shown="all integers",
     )
-    text: str | None = setting(None, "Text that the loss is measured on.", flag="--text FILE", shown="a shipped one")
-    max_tokens: int = setting(8192, "Tokens of that text for each measurement.", flag="--tokens", minimum=2)
+    text: str | None = setting(None, "Text on which KL is measured.", flag="--text FILE", shown="a shipped one")
+    max_tokens: int = setting(8192, "Number of tokens of that text per measurement.", flag="--tokens", minimum=2)
     rounds: int = setting(
         3,
-        "Rounds that correct the choice for what the groups do together; for --bits and --size.",
+        "Rounds that correct the choice for interactions between groups; for --bits and --size.",
         flag="--rounds",
         minimum=0,
     )
     work: Path | None = setting(
-        None, "Folder that keeps trials and numbers for further searches.", flag="--work DIR", kind=Path
+        None, "Folder for trials and measurements, kept for further searches.", flag="--work DIR", kind=Path
     )
     checkpoint: Path | None = setting(
         None,
@@ -78,17 +78,19 @@ class SearchTarget:
         InputError: no target or several targets are given, or the value is not positive and finite.
     """
 
-    bits: float | None = setting(None, "Target: stored bits per weight, at most.", flag="--bits", above=0, kind=float)
+    bits: float | None = setting(
+        None, "Target: at most this many stored bits per weight.", flag="--bits", above=0, kind=float
+    )
     num_bytes: int | None = setting(
         None,
-        "Target: size of the whole checkpoint or GGUF file, at most, e.g. 2GiB or 90MB.",
+        "Target: at most this size of the whole checkpoint or GGUF file, e.g. 2GiB or 90MB.",
         flag="--size SIZE",
         read=partial(parse_bytes, what="size"),
     )
-    kl: float | None = setting(None, "Target: mean KL to the original, at most.", flag="--kl", above=0, kind=float)
+    kl: float | None = setting(None, "Target: at most this mean KL to the original.", flag="--kl", above=0, kind=float)
     recovery: float | None = setting(
         None,
-        "Target: per cent of the original's task scores, at least.",
+        "Target: at least this percentage of the original's task scores.",
         flag="--recovery",
         minimum=0,
         maximum=100,

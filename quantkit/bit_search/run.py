@@ -201,7 +201,7 @@ class _Search:
         remarks = [
             f"Written by `quantkit search` for {self.target.text} from {runner.base.name}: {bits:.3f} bits per weight.",
             f"Expected KL to the original {expected:.5f} nats per token, on {self.data}.",
-            f"On the tokens of the choice {measured.kl(choice):.5f}; one at a time {added:.5f}.",
+            f"KL on the tokens used to choose {measured.kl(choice):.5f}; sum of single groups {added:.5f}.",
         ]
         recipe = self._write(choice, remarks)
         runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits")

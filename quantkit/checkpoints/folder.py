@@ -83,7 +83,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
             config["quantization_config"] = {**read_object(beside, ModelError), "quant_method": "modelopt"}
         return checked_names(config, str(path))
     if (folder / "adapter_config.json").is_file():
-        raise ModelError(f"{folder} holds an adapter, not a model; merge it into its base model and save that")
+        raise ModelError(f"{folder} holds an adapter, not a model; give its base model, and this folder as --adapter")
     if any(folder.glob("*.gguf")):
         raise ModelError(f"{folder} holds GGUF files and no config.json; {_GGUF}")
     raise ModelError(f"{path} is missing; a model directory has config.json, *.safetensors and tokenizer files")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from quantkit.models.linear_sets import at
 from quantkit.models.stored_names import TensorConversion
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
+
+_T = TypeVar("_T")
 
 # Number of conversion results to keep: gate, up and down of one expert are read in turn, then those of the next expert.
 _KEPT = 2
@@ -168,12 +171,16 @@ class ModelReader(CheckpointReader):
 
     def stored_name(self, name: str) -> str:
         """Return the name to write for a tensor of this view; a part of a stored tensor gets a name of its own."""
-        if self._family.stored_names is not None:
-            return self._family.stored_names.of(name)
-        for own, stored in _renamed(self._family):
+        if self.family.stored_names is not None:
+            return self.family.stored_names.of(name)
+        for own, stored in _renamed(self.family):
             if name.startswith(own):
                 return stored + name.removeprefix(own)
         return name
+
+    def own_name(self, stored: str) -> str:
+        """Return this view's name of a tensor, given its name in files; a name of the view is returned as it is."""
+        return next(iter(_with_own_names({stored: None}, self.family)))
 
     def write_converted(self, sources: Container[str]) -> bool:
         """Make `restore` keep the converted form of stored tensors; return whether any of them is converted.
@@ -242,7 +249,7 @@ class ModelReader(CheckpointReader):
     def _view(self, family: Family) -> None:
         published = None if family.published is None else family.published(tuple(self._tensors))
         family = family if published is None else replace(family, stored_names=published)
-        self._family = family
+        self.family = family
         self._tensors = _with_own_names(self._tensors, family)
         self._parts: dict[str, StoredPart] = {}
         self._stored: dict[str, TensorInfo] = {}
@@ -303,7 +310,7 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
     return pairs
 
 
-def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
+def _with_own_names(tensors: dict[str, _T], family: Family) -> dict[str, _T]:
     """Rename tensors to the names of the causal LM.
 
     Other names occur if the files were saved from a multimodal wrapper, or from the backbone alone.
@@ -314,7 +321,7 @@ def _with_own_names(tensors: dict[str, TensorInfo], family: Family) -> dict[str,
     if family.stored_prefix is None and inside and not any(name.startswith(f"{prefix}.") for name in tensors):
         pairs += [(f"{prefix}.", "")] if any(name.startswith(f"{inside}.") for name in tensors) else []
     own = (f"{family.head}.", *(prefix for prefix, _ in pairs if prefix))
-    renamed: dict[str, TensorInfo] = {}
+    renamed: dict[str, _T] = {}
     for name, info in tensors.items():
         match = None if name.startswith(own) else next((pair for pair in pairs if name.startswith(pair[1])), None)
         renamed[name if match is None else match[0] + name.removeprefix(match[1])] = info

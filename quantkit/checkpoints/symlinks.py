@@ -48,8 +48,8 @@ def check_pointers(folder: Path) -> None:
     """
     if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(
-            f"{folder} has a model and an adapter_config.json, which makes transformers load another model; merge the "
-            "adapter or remove it"
+            f"{folder} has a model and an adapter_config.json, which makes transformers load another model; move the "
+            "adapter to a folder of its own, and give that folder as --adapter"
         )
     try:
         settings = read_object(folder / "tokenizer_config.json", ModelError)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.config import EngineConfig, adapter_folders
 from quantkit.settings import setting
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -161,8 +161,32 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         return tuple(self.one.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
 
 
-runtime_options = option_group("engine", settings_of(EngineConfig))
+engine_options = option_group("engine", settings_of(EngineConfig))
 """The engine's options, which become keywords of `LLM`."""
+
+
+def runtime_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the engine's options to a command whose requests all use the same adapter."""
+
+    @functools.wraps(function)
+    def command(*args: Any, engine: dict[str, Any], **values: Any) -> None:
+        function(*args, engine=with_one_adapter(engine), **values)
+
+    return engine_options(command)
+
+
+def with_one_adapter(engine: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `LLM` that make all requests use the given adapter.
+
+    Raises:
+        UsageError: several adapters are given.
+    """
+    names = list(adapter_folders(engine.get("adapters", ())))
+    if len(names) > 1:
+        raise click.UsageError(
+            f"--adapter is given {len(names)} times, but this command computes with one; `quantkit serve` takes several"
+        )
+    return {**engine, "adapter": names[0]} if names else engine
 
 
 def engine_choice(function: Callable[..., None]) -> Callable[..., None]:

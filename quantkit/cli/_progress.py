@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quantkit.cli._output import Output, plain_console, say
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.machine.system import resident_bytes
-from quantkit.quantities import byte_size, elapsed
+from quantkit.quantities import byte_size, counted, elapsed
 from quantkit.report.table import printable
 from quantkit.results import LayerRecord
 
@@ -101,11 +101,11 @@ def plan_line(summary: dict[str, Any]) -> str:
     Args:
         summary: the summary that `Listener.plan` receives.
     """
-    parts = [f"{_num(summary, 'num_layers')} layers"]
+    parts = [counted(_num(summary, "num_layers"), "layer")]
     if resumed := _num(summary, "resumed_layers"):
         parts.append(f"{resumed} reused from an interrupted run")
     if samples := _num(summary, "samples"):
-        parts.append(f"{samples} samples")
+        parts.append(counted(samples, "sample"))
     if predicted := _num(summary, "predicted_bytes"):
         parts.append(f"about {byte_size(predicted)} of memory at the peak")
     return "plan: " + ", ".join(parts)
@@ -124,12 +124,20 @@ def _num(summary: dict[str, Any], key: str) -> int:
 
 
 def showing_layers(output_to: Output) -> Any:
-    """Return a function that prints the current layer over the previous one, if stderr is a terminal."""
+    """Return a function that shows the current layer: on a terminal over the previous one, otherwise in a line every 10
+    seconds.
+    """
+    shown_s = time.monotonic()
 
     def show(done: int, total: int, name: str) -> None:
-        # In a file carriage returns erase nothing.
-        if output_to.shows_progress and sys.stderr.isatty():
+        nonlocal shown_s
+        if not output_to.shows_progress:
+            return
+        if sys.stderr.isatty():
             # `\x1b[K` erases the rest of the line, because the previous name may have been longer.
             click.echo(f"\r{done}/{total} {name}\x1b[K" + ("\n" if done == total else ""), nl=False, err=True)
+        elif time.monotonic() - shown_s >= 10:  # in a file carriage returns erase nothing
+            shown_s = time.monotonic()
+            say(f"{done}/{total} {name}")
 
     return show

@@ -10,7 +10,7 @@ import click
 
 from quantkit.cli._options import RUN, Settings, option_group, push_option
 from quantkit.cli._output import Command, Output
-from quantkit.quantities import byte_size
+from quantkit.quantities import byte_size, counted
 from quantkit.report.table import Table, facts
 from quantkit.settings import setting
 
@@ -79,7 +79,7 @@ def _summary(result: Conversion) -> Table:
         [
             ("checkpoint", f"{result.source} ({result.source_format})"),
             ("linears", ", ".join(f"{count} x {name}" for name, count in result.stored.items())),
-            ("compared", f"{result.num_linears} linears read back, equal bit for bit"),
+            ("compared", f"{counted(result.num_linears, 'linear')} read back, equal bit for bit"),
             ("size", f"{byte_size(result.source_bytes)} → {byte_size(result.output_bytes)}"),
             ("output", f"{result.output} ({result.format})"),
             *(("note", note) for note in result.notes),

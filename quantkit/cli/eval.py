@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import Settings, engine_choice, option_group, ranks_option, settings_of
+from quantkit.cli._options import Settings, engine_choice, option_group, ranks_option, settings_of, with_one_adapter
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.quantities import counted
 from quantkit.report.table import Column, Table
 from quantkit.runtime.config import EngineConfig
 from quantkit.settings import setting
@@ -69,6 +70,7 @@ def command(
     from quantkit.evaluate.verify.run import of_the_original
 
     # If the user names tasks, texts or prompts, only those are evaluated, and no suite.
+    engine = with_one_adapter(engine)
     quick = {} if {"tasks", "texts", "prompts"} & asked.keys() else {"suite": "quick"}
     options = EvaluationOptions(**{**quick, **asked})
     check_evaluation(options)
@@ -139,6 +141,6 @@ def _result_table(result: EvaluationResult) -> Table:
     for rate in result.behaviour:
         rows.append(("behaviour", rate.task, rate.value, f"{1.96 * (rate.stderr or 0):.3f}", f"{rate.num_samples}"))
     for text in result.perplexity:
-        rows.append((text.data, f"perplexity ({text.through})", text.perplexity, "", f"{text.num_tokens} tokens"))
+        rows.append((text.data, f"perplexity ({text.through})", text.perplexity, "", counted(text.num_tokens, "token")))
     numbers = Column("value", "{:.4f}".format), Column("±", str), Column("items", str)
     return Table(columns=(Column("task"), Column("metric"), *numbers), rows=tuple(rows))

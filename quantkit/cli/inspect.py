@@ -99,7 +99,9 @@ def _overview(summary: CheckpointSummary) -> Table:
     )
 
 
-def _layers(summary: CheckpointSummary) -> Table | str:
+def _layers(summary: CheckpointSummary) -> Table | str | None:
+    if summary.format == "gguf":  # such a file has no room for errors of layers
+        return None
     if not summary.layers:
         return "no per-layer errors: quantkit.json is missing or lists none"
     rows = []

@@ -11,7 +11,7 @@ import click
 from quantkit.cli._options import RUN, Settings, launch_ranks, option_group, push_option, set_option
 from quantkit.cli._output import Command, Output, explain
 from quantkit.cli.verify import check_before, gate_option, verify_result
-from quantkit.quantities import byte_size, elapsed
+from quantkit.quantities import byte_size, counted, elapsed
 from quantkit.report.table import Column, Table, facts
 from quantkit.settings import setting
 
@@ -64,6 +64,10 @@ _ENGINE = setting(
     flag="--for ENGINE[:DEVICE]",
 )
 
+_ADAPTER = setting(
+    None, "LoRA adapter to merge into MODEL before quantizing: a folder that PEFT has saved.", flag="--adapter DIR"
+)
+
 
 @click.command("quantize", cls=Command, short_help="Compress a model.")
 @click.argument("model", required=False)
@@ -71,7 +75,7 @@ _ENGINE = setting(
 @click.option("-o", "--output", metavar="DIR", help="Directory or .gguf file to create.  [default: ./<model>-<recipe>]")
 @set_option
 @option_group("fields", _FIELDS)
-@option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE})
+@option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE, "adapter": _ADAPTER})
 @push_option
 @click.option("--verify", is_flag=True, help="Verify the result. If a gate fails, keep it as DIR.failed; exit code 3.")
 @gate_option
@@ -99,6 +103,7 @@ def command(
       quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
       quantkit quantize --recipe w8a8-int8 --samples 16 --sequence-length 512
       quantkit quantize --recipe rtn-int4 --for vllm:h100 -o demo-vllm
+      quantkit quantize base --adapter my-lora --recipe gptq-int4 -o merged-int4
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     from quantkit import distributed
@@ -172,12 +177,14 @@ def _summary(result: CompressionResult) -> Table:
     from quantkit.report.tables import storage_rows
 
     ratio = result.source_bytes / result.output_bytes if result.output_bytes else 0.0
-    layers = f"{result.num_layers}, with {result.num_quantized} linears quantized, {len(result.ignored)} ignored"
+    quantized = counted(result.num_quantized, "linear")
+    layers = f"{result.num_layers}, with {quantized} quantized, {len(result.ignored)} ignored"
     if result.resumed_layers:
-        layers += f"; {result.resumed_layers} layers reused from an interrupted run"
+        layers += f"; {counted(result.resumed_layers, 'layer')} reused from an interrupted run"
     return facts(
         [
             ("model", result.model),
+            ("adapter", result.adapter.describe() if result.adapter else None),
             ("recipe", f"{result.recipe} ({result.format})"),
             ("layers", layers),
             ("quantized", _share(result)),

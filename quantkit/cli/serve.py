@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli._options import option_group, runtime_options, settings_of
+from quantkit.cli._options import engine_options, option_group, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.distribution import install_command
 from quantkit.settings import setting
@@ -57,9 +57,11 @@ class ServeOptions:
 @click.command("serve", cls=Command, short_help="Serve a model over HTTP to OpenAI clients.")
 @click.argument("checkpoint", required=False)
 @option_group("options", settings_of(ServeOptions))
-@runtime_options
+@engine_options
 def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None, options: dict[str, Any]) -> None:
     """Serve CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
+
+    With --adapter, requests choose an adapter by giving its name as `model`; repeatable.
 
     The server runs until SIGTERM or Ctrl-C; it then answers open requests before it ends. `/health`, `/ready` and
     `/metrics` are for operators; `/openapi.json` describes the other routes.
@@ -68,6 +70,7 @@ def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None
     Examples:
       quantkit serve
       quantkit serve demo-awq-int4 --port 8080 --kv-cache int8
+      quantkit serve demo-awq-int4 --adapter sql=sql-lora --adapter support-lora
       quantkit serve demo-awq-int4 --host 0.0.0.0 --api-key "$KEY"
     """
     _serve(output_to, engine, checkpoint, ServeOptions(**options))
@@ -89,6 +92,7 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         raise InputError(
             f"serving needs the package {error.name}, which is not installed; run {install_command('serve')}"
         ) from None
+    from quantkit.runtime.config import adapter_folders
     from quantkit.runtime.llm import LLM
 
     key = options.api_key or os.environ.get("QUANTKIT_API_KEY") or None
@@ -99,11 +103,14 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         )
     # Clients on other machines reach a public address by host names that the server cannot know.
     is_any = "*" in options.allow_host or (is_public(options.host) and not options.allow_host)
+    name = options.served_name or ("demo" if checkpoint is None else Path(checkpoint).name)
+    if name in adapter_folders(engine.get("adapters", ())):
+        raise InputError(f"model and adapter are both named {name!r}; give --adapter NAME=DIR with another name")
     llm = LLM(checkpoint, lazy=True, max_sequences=options.max_running, **engine)
     bridge = Bridge(llm, max_waiting=options.max_waiting, say=say)
     server = Server(
         bridge=bridge,
-        name=options.served_name or ("demo" if checkpoint is None else Path(checkpoint).name),
+        name=name,
         max_prompt=options.max_prompt,
         key=key,
         log=say if options.log_requests else None,

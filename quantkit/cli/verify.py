@@ -13,6 +13,7 @@ import click
 from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.quantities import counted
 from quantkit.report.table import Table
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def failure(report: Report) -> str:
 
     failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
     todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
-    return f"{len(failed)} of {len(report.gates)} gates did not hold: {'; '.join(failed)}. Suggested change: {todo}"
+    total = counted(len(report.gates), "gate")
+    return f"{len(failed)} of {total} did not hold: {'; '.join(failed)}. Suggested change: {todo}"
 
 
 def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def verify_result(
     path = Path(result.output)
     pair = check_pair(path, model, gates)
     options = verify_options({}, {name: value for name, value in how.items() if name == "device"})
-    report = verify_pair(pair, options, progress=output_to.tell)
+    report = verify_pair(pair, options, progress=output_to.tell, keep=lambda early: write_report(early, path))
     if not report.held:
         # Renamed first, so that the report is written into the checkpoint that it is about.
         report, path = set_aside(report, path)
@@ -201,17 +203,17 @@ def command(
 ) -> None:
     """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate gives exit code 3.
 
-    Writes report.json, report.html, junit.xml and README.md, the model card.
+    Writes report.json, report.html, junit.xml and README.md, the model card. With --adapter, both models use the
+    adapter; if it was merged into CHECKPOINT, --adapter says where it is.
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
       kl, kl_p99, top1, length_ratio, margin[DECISION], flips, loop_rate,
       unended, right_format, valid_calls, ttft_ratio, itl_ratio, tpot_ratio,
-      throughput_ratio, memory_ratio, size_ratio, bits_per_weight.
+      throughput_ratio, memory_ratio, size_ratio, bits_per_weight, acceptance_ratio.
 
     \b
     Examples:
-      quantkit quantize --recipe awq-int4 -o demo-awq-int4
       quantkit verify demo-awq-int4
       quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
       quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
@@ -225,9 +227,11 @@ def command(
 
     options = verify_options(**what)
     check_options(options)
-    pair = check_pair(checkpoint, baseline, gates)
-    folder = report_folder(pair.path) if output is None else Path(output)
-    check_output(folder)
-    report = verify_pair(pair, options, progress=output_to.tell)
-    files, problem = write_report(report, folder) if is_writer() else ({}, "")
-    finish(output_to, report, files, problem)
+    pair = check_pair(checkpoint, baseline, gates, adapters=options.engine.get("adapters", ()))
+    check_output(folder := report_folder(pair.path) if output is None else Path(output))
+
+    def write(report: Report) -> tuple[dict[str, Path], str]:
+        return write_report(report, folder) if is_writer() else ({}, "")
+
+    report = verify_pair(pair, options, progress=output_to.tell, keep=write)
+    finish(output_to, report, *write(report))

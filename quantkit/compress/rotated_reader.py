@@ -87,7 +87,7 @@ class RotatedReader(ModelReader):
 
     def _rotated(self, name: str, value: Tensor) -> Tensor:
         """Return a tensor of the rotated model, given the same tensor of the original model, float32 (N, K) or (N,)."""
-        names, parts = self._family, self._family.parts
+        names, parts = self.family, self.family.parts
         match = re.match(rf"({re.escape(names.layers)}\.\d+\.)(.+)\.(weight|bias)$", name)
         if match is None:
             # A folded norm has a weight of one, minus the offset that the family adds to norm weights.
@@ -107,12 +107,12 @@ class RotatedReader(ModelReader):
         return value.contiguous()
 
     def _norm(self, name: str) -> Tensor:
-        return super().tensor(name).float() + self._family.norm_offset
+        return super().tensor(name).float() + self.family.norm_offset
 
     def _head_width(self) -> int:
         """Return the width of a value head from config.json, checked against the first layer."""
-        width = describe(self.config, self._family, f"{self.path}/config.json").head_dim
-        name = f"{self._family.layers}.0.{self._family.parts.qkv[-1]}.weight"
+        width = describe(self.config, self.family, f"{self.path}/config.json").head_dim
+        name = f"{self.family.layers}.0.{self.family.parts.qkv[-1]}.weight"
         if name in self._tensors and self.info(name).shape[0] % width:
             raise ModelError(
                 f"{self.path}: {name} has {self.info(name).shape[0]} rows, not a multiple of the head width {width}; "
@@ -122,7 +122,7 @@ class RotatedReader(ModelReader):
 
     def _check(self, path: Path | str) -> None:
         """Raise ModelError if quantkit cannot rotate this model without changing its outputs."""
-        names, parts = self._family, self._family.parts
+        names, parts = self.family, self.family.parts
         parallel = self.config.get(names.parallel) if isinstance(names.parallel, str) else names.parallel
         reason = None
         if names.norm != "rms":

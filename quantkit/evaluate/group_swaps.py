@@ -114,13 +114,18 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apa
         apart: whether each linear is a group of its own. The original is then changed to compute q, k and v one by one.
             Ignored for models with recurrent layers or gated queries.
     Raises:
-        ModelError: a model runs through transformers, or the models differ in dtype or number of layers.
+        ModelError: a model runs through transformers or has adapters, or the models differ in dtype or in their number
+            of layers.
     """
     ours, theirs = llm.model, original.model
     if not (isinstance(ours, NativeModel) and isinstance(theirs, NativeModel)):
         raise ModelError(
             f"{llm.path}: quantkit runs this model through transformers, but a sensitivity map needs a model that "
             "quantkit's engine runs itself"
+        )
+    if ours.adapters.by_name:
+        raise ModelError(
+            "a sensitivity map swaps parts between models, which adapters do not allow; leave --adapter out"
         )
     # In another dtype, a swapped group would add its own rounding to the KL.
     if ours.dtype != theirs.dtype:

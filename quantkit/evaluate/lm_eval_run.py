@@ -19,6 +19,7 @@ from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.tasks import Asked, load_tasks
+from quantkit.quantities import counted
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.vllm_engine import VllmLLM
 
@@ -63,7 +64,7 @@ def run_tasks(
         DataError: lm-eval is missing, or a task or its items are not available, or lm-eval cannot run a task.
     """
     import_language_model()
-    say(f"reading the items of {len(asked.tasks)} tasks")
+    say(f"reading the items of {counted(len(asked.tasks), 'task')}")
     with _quiet(), _patched_lm_eval():
         loaded = load_tasks(asked.tasks, options)
         model: Any = _language_model(llm, options, say)

@@ -34,6 +34,7 @@ from quantkit.evaluate.tasks import (
     read_named_text,
     speaks_demo,
 )
+from quantkit.quantities import counted
 from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
 
 Progress = Callable[[str], None]
@@ -117,7 +118,7 @@ def behaviour_plan(llm: Evaluated, options: EvaluationOptions) -> BehaviourPlan 
 
 def answer_prompts(llm: Evaluated, plan: BehaviourPlan, say: Progress) -> list[Trace]:
     """Let a model answer the prompts of a behaviour test, and report progress."""
-    subject = f"behaviour, {len(plan.questions)} prompts, {plan.num_seeds} answers each"
+    subject = f"behaviour, {counted(len(plan.questions), 'prompt')}, {counted(plan.num_seeds, 'answer')} each"
     say(subject)
     return sample_answers(llm, plan, lambda line: say(f"{subject}: {line}"))
 
@@ -126,7 +127,8 @@ def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None)
     if plan is None:
         return {} if asked.behaviour is None else {"behaviour": f"left out: {llm.path.name} has no chat template"}
     left_out = f", {plan.num_left_out} left out" if plan.num_left_out else ""
-    text = f"{len(plan.questions)} prompts of {plan.name}{left_out}, {plan.num_seeds} seeds, {plan.max_tokens} tokens"
+    asked_for = f"{counted(plan.num_seeds, 'seed')}, {counted(plan.max_tokens, 'token')}"
+    text = f"{counted(len(plan.questions), 'prompt')} of {plan.name}{left_out}, {asked_for}"
     return {"behaviour": f"{text}, dialect {plan.dialect.name}"}
 
 
@@ -167,6 +169,7 @@ def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: in
         "BOS": "added" if bos else "not added",
         "KV cache": llm.kv_type,
         "seed": str(seed),
+        **({"adapter": llm.adapter} if llm.adapter else {}),
     }
 
 

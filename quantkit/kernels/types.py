@@ -44,6 +44,7 @@ class ForwardBatch:
         sequence_ids: stable number of each sequence, for models that keep their own state.
         text_positions, text_lengths: like positions and context_lengths, but counting evicted tokens; None = no token
             was evicted. Rotary embeddings use these, see `in_text`.
+        adapters: name of each sequence's adapter, None = the base model; empty = no sequence uses an adapter.
         is_fixed: whether the tensors are reused for many steps of a captured graph, so that host values do not apply.
     """
 
@@ -59,6 +60,7 @@ class ForwardBatch:
     sequence_ids: tuple[int, ...]
     text_positions: Tensor | None = None
     text_lengths: tuple[int, ...] | None = None
+    adapters: tuple[str | None, ...] = ()
     is_fixed: bool = False
 
     def in_text(self) -> tuple[Tensor, tuple[int, ...]]:

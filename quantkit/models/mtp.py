@@ -46,6 +46,7 @@ class MTP:
         embedding, output: a head's own token embedding and output projection, (V, D) each, which files may omit; the
             model's embedding and output projection then apply. None = a head never has its own.
         zero_first: whether the embedding at position 0 is set to zero, as vLLM does it.
+        chains_normed: whether a head that drafts further tokens reads its own output after the final norm, not before.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -60,6 +61,7 @@ class MTP:
     embedding: str | None = "embed_tokens"
     output: str | None = "shared_head.head"
     zero_first: bool = True
+    chains_normed: bool = False
 
     def num_heads(self, entries: ConfigReader, names: Iterable[str] | None = None) -> int:
         """Return the number of heads, without reading a weight.
@@ -111,6 +113,7 @@ QWEN_MTP = MTP(
     embedding=None,
     output=None,
     zero_first=False,
+    chains_normed=True,
 )
 """Heads of Qwen3-Next and Qwen3.5: all heads share projection and norms."""
 
@@ -123,8 +126,8 @@ class MTPHead:
         number: number of the head, from 0.
         layer: number of the decoder layer of the model that the head's own decoder layer is like.
         block: prefix of the names of the head's decoder layer, with a trailing dot.
-        embedding_norm, hidden_norm, projection, hidden_first, final_norm, embedding, output, zero_first: see `MTP`;
-            `embedding` and `output` are None if the files have no copies for this head.
+        embedding_norm, hidden_norm, projection, hidden_first, final_norm, zero_first, chains_normed: see `MTP`.
+        embedding, output: likewise; None if the files have no copies for this head.
     """
 
     number: int
@@ -138,6 +141,7 @@ class MTPHead:
     embedding: str | None
     output: str | None
     zero_first: bool
+    chains_normed: bool
 
 
 def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> tuple[MTPHead, ...]:
@@ -178,6 +182,7 @@ def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> 
             embedding=copy(data.embedding, number),
             output=copy(data.output, number),
             zero_first=data.zero_first,
+            chains_normed=data.chains_normed,
             **full,
         )
 

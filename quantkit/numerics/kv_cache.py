@@ -120,7 +120,7 @@ def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
         return find_cache_scheme(name, kept["dtype"], kept["granularity"])
 
     if not isinstance(data, Mapping):
-        raise SchemeError(f"a layer of the KV cache is {data!r}; expected a mapping with keys and values")
+        raise SchemeError(f"the KV cache of a layer is {data!r}; expected a mapping with keys and values")
     rotation = data.get("rotation", "none")
     if rotation not in ("none", "hadamard"):
         raise SchemeError(f"KV cache rotation {rotation!r} is not supported; supported: none, hadamard")

@@ -79,12 +79,12 @@ class WeightScheme:
             return in_features
         if self.dtype.block is not None and in_features % self.dtype.block[0]:
             raise SchemeError(
-                f"blocks of {self.dtype.name} hold {self.dtype.block[0]} inputs, which do not divide {in_features}; "
+                f"{self.dtype.name} has blocks of {self.dtype.block[0]} inputs, which do not divide {in_features}; "
                 "add this linear to ignore, or choose another weights.dtype"
             )
         if in_features % self.group_size and self.dtype.group is not None:
             raise SchemeError(
-                f"{self.dtype.name} has a scale per {self.group_size} inputs, which does not divide {in_features} "
+                f"{self.dtype.name} has a scale per {self.group_size} inputs, which do not divide {in_features} "
                 "inputs; add this linear to ignore, or choose another weights.dtype"
             )
         if in_features % self.group_size:

@@ -71,10 +71,10 @@ class Eviction:
         """Return the bytes that the bundled runtime allocates for one sequence."""
         return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
-    def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm, chunk: int = STEP_TOKENS) -> float:
+    def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
         """Return the extra bytes of a sequence during a prompt chunk; tokens are evicted only after the attention."""
         kept = self.kept(context)
-        most = min(context, kept - 1 + chunk) if kept < context else kept
+        most = min(context, kept - 1 + STEP_TOKENS) if kept < context else kept
         before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))
         return before - after
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quantkit.quantities import MISSING, interval, number, percent, signed
+from quantkit.quantities import MISSING, counted, interval, number, percent, signed
 from quantkit.report.table import Column, Table
 from quantkit.results import BehaviourResult, Comparison, MarginRecord, Report
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS
@@ -37,8 +37,8 @@ def margin_table(behaviour: BehaviourResult | None) -> Table | None:
     """Create the table of decision margins; None without decisions."""
     if behaviour is None or not behaviour.margins:
         return None
-    left_out = f"; {behaviour.num_left_out} prompts were left out" if behaviour.num_left_out else ""
-    asked = f"{behaviour.num_prompts} prompts of {behaviour.prompts}"
+    left_out = f"; {counted(behaviour.num_left_out, 'prompt')} left out" if behaviour.num_left_out else ""
+    asked = f"{counted(behaviour.num_prompts, 'prompt')} of {behaviour.prompts}"
     few = any(each.ratio is None for each in behaviour.margins)
     return Table(
         title=f"Decisions of the original and their margins in nats, {asked}{left_out}",

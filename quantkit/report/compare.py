@@ -161,7 +161,7 @@ def checkpoints_table(comparison: CheckpointComparison) -> Table:
 def comparison_sentence(comparison: CheckpointComparison) -> str:
     """Return one sentence that names the checkpoints on the Pareto front."""
     chosen = [entry.name for entry in comparison.entries if entry.on_front]
-    return f"{len(chosen)} of {len(comparison.entries)} checkpoints are on the Pareto front: {', '.join(chosen)}."
+    return f"On the Pareto front ({len(chosen)} of {len(comparison.entries)}): {', '.join(chosen)}."
 
 
 def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks: Sequence[str] = ()) -> str:

@@ -14,7 +14,7 @@ from quantkit.report.svg import INSTALL
 from quantkit.report.table import Table
 from quantkit.report.tables import headline, key_figures
 from quantkit.results import Finding, Report
-from quantkit.results.gates import describe_proposal
+from quantkit.results.remedies import describe_proposal
 from quantkit.results.statistics.summary import fit_gaps
 
 DEFINITIONS = (

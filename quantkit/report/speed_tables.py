@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantkit.quantities import byte_size, duration, number, percent, short
+from quantkit.quantities import byte_size, counted, duration, number, percent, short
 from quantkit.report.table import Column, Table
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, MemoryRecord, Report, RooflineRecord
 from quantkit.results.statistics.summary import PolynomialFit, quantiles
@@ -244,8 +244,8 @@ def cache_table(comparison: CacheComparison) -> Table:
     same = "both ways give the same tokens"
     if comparison.num_same < count:
         same = (
-            f"the first {comparison.num_same} tokens are the same both ways; then rounding decided between nearly "
-            "equal logits"
+            f"both ways give the same {counted(comparison.num_same, 'token')} first; then rounding decided between "
+            "nearly equal logits"
         )
     return Table(
         columns=(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quantkit.quantities import MISSING, byte_size, duration, interval, number, percent, signed
+from quantkit.quantities import MISSING, byte_size, counted, duration, interval, number, percent, signed
 from quantkit.report.table import Column, Table, facts
 from quantkit.results import (
     CheckpointSummary,
@@ -17,7 +17,7 @@ from quantkit.results import (
     SensitivityMap,
 )
 from quantkit.results.compression import describe_caches, describe_experts
-from quantkit.results.statistics.comparison import ALL_TASKS, ANSWER_LENGTH, BEHAVIOUR, LENGTH_BAND
+from quantkit.results.statistics.comparison import ACCEPTANCE, ALL_TASKS, ANSWER_LENGTH, BEHAVIOUR, LENGTH_BAND
 from quantkit.results.statistics.summary import median
 
 VERDICTS = {
@@ -54,7 +54,7 @@ def headline(report: Report) -> str:
     if not failed:
         return "The gate holds." if count == 1 else f"All {count} gates hold."
     names = ", ".join(gate.gate for gate in failed)
-    return f"{len(failed)} of {count} gate{'s' if count > 1 else ''} did not hold: {names}."
+    return f"{len(failed)} of {counted(count, 'gate')} did not hold: {names}."
 
 
 def gate_lines(gates: Sequence[GateResult]) -> list[str]:
@@ -146,7 +146,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table | None:
     rows = [c for c in comparisons if not c.subject.startswith((ANSWER_LENGTH, BEHAVIOUR))]
     if not rows:
         return None
-    tasks = [c for c in rows if not c.subject.startswith("perplexity") and c.subject != ALL_TASKS]
+    tasks = [c for c in rows if not c.subject.startswith(("perplexity", ACCEPTANCE)) and c.subject != ALL_TASKS]
     return Table(
         title="Model beside original, same items",
         columns=(
@@ -252,7 +252,7 @@ def _agree_throughout(fidelity: FidelityResult) -> str:
     return f"{agreed} of {len(fidelity.first_divergence)}" if fidelity.first_divergence else MISSING
 
 
-def worst_groups_table(sensitivity: SensitivityMap, count: int = 8) -> Table:
+def worst_groups_table(sensitivity: SensitivityMap) -> Table:
     """Create the table of the fused groups with the largest KL, and their share of the sum."""
     total = sensitivity.sum_kl or 1.0
     return Table(
@@ -263,7 +263,7 @@ def worst_groups_table(sensitivity: SensitivityMap, count: int = 8) -> Table:
         ),
         rows=tuple(
             (f"layer {r.layer} {r.group}", r.kl, 100 * r.kl / total, r.dense_bytes or None)
-            for r in sensitivity.worst(count)
+            for r in sensitivity.worst(8)
         ),
         note=_additivity_note(sensitivity),
     )
@@ -337,6 +337,7 @@ def making_table(report: Report) -> Table:
     model, made = report.model, report.compression
     rows = [
         ("original", report.baseline_model.name if report.baseline_model else ""),
+        ("adapter", made.adapter.describe() if made and made.adapter else ""),
         ("recipe", made.recipe if made else ""),
         ("scheme", model.scheme),
         ("format", model.format),

@@ -14,6 +14,7 @@ from quantkit.results.benchmark import MemoryRecord as MemoryRecord
 from quantkit.results.benchmark import RequestTiming as RequestTiming
 from quantkit.results.benchmark import RooflineRecord as RooflineRecord
 from quantkit.results.benchmark import Workload as Workload
+from quantkit.results.compression import AdapterRecord as AdapterRecord
 from quantkit.results.compression import CacheRecord as CacheRecord
 from quantkit.results.compression import CalibrationRecord as CalibrationRecord
 from quantkit.results.compression import CheckpointDifference as CheckpointDifference

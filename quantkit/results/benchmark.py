@@ -189,7 +189,7 @@ class RooflineRecord(Record):
         batch: sequences in the step.
         context: tokens before the step, per sequence.
         num_tokens: new tokens in the step, over all sequences.
-        bytes_moved: bytes of weights, KV cache and activations that the step must read and write.
+        bytes_moved: bytes of weights and KV cache that the step must read and write.
         flops: operations of the step; a multiply-add counts as two.
         seconds: median time of the step.
         copy_bytes_per_s: bandwidth of a large copy on this machine (bytes read + written).
@@ -261,6 +261,8 @@ class BenchmarkResult(Record):
         capacity_tokens: tokens that the KV pool can hold.
         device: name of the device as the machine reports it.
         settings: threads, page size, token budget, ... as text.
+        acceptance: share of the first, second, ... drafts of a sequence in a step that were accepted; empty without
+            speculation.
     """
 
     model: str
@@ -271,6 +273,7 @@ class BenchmarkResult(Record):
     capacity_tokens: int | None = None
     device: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+    acceptance: tuple[float, ...] = ()
 
     def find_run(self, name: str) -> BenchmarkRun | None:
         """Return the run of the workload with this name, or None."""

@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
-from quantkit.quantities import byte_size, scaled_count
+from quantkit.quantities import byte_size, counted, scaled_count
 from quantkit.results._record import SCHEMA_VERSION, Record
 
 
@@ -136,7 +137,7 @@ class CalibrationRecord(Record):
         """Return a short form for tables."""
         images = f" ({self.num_with_images} with images)" if self.num_with_images else ""
         held_out = f"; {self.num_held_out:,} other tokens held out" if self.num_held_out else ""
-        return f"{self.num_samples} samples{images}, {self.num_tokens:,} tokens in all{held_out}"
+        return f"{counted(self.num_samples, 'sample')}{images}, {counted(self.num_tokens, 'token')} in all{held_out}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +157,33 @@ class TowerRecord(Record):
         if not self.linears:
             return "kept as they are"
         kinds = Counter(linear.scheme for linear in self.linears)
-        text = ", ".join(f"{count} linears {scheme}" for scheme, count in kinds.most_common())
+        text = ", ".join(f"{counted(count, 'linear')} {scheme}" for scheme, count in kinds.most_common())
         left = self.num_linears - len(self.linears)
         return f"quantized without data: {text}" + (f"; {left} kept as they are" if left else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterRecord(Record):
+    """LoRA adapter that was merged into the model before it was quantized.
+
+    Args:
+        sha256: digest of its config and weights.
+        rank: highest rank of an update.
+        num_linears: number of linears that it changes.
+        base: the adapter's own name for its base model; None = it names none.
+        path: its folder; empty in `quantkit.json`, which names no folders.
+    """
+
+    sha256: str
+    rank: int
+    num_linears: int
+    base: str | None = None
+    path: str = ""
+
+    def describe(self) -> str:
+        """Return a short form for tables, without the folder's path."""
+        name = f"{PurePath(self.path).name}, " if self.path else ""
+        return f"{name}rank {self.rank}, merged into {self.num_linears} linears before quantizing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +211,7 @@ class CompressionResult(Record):
         tower: linears of vision and audio towers; None if the model has none.
         mtp: linears in the decoder layers of MTP heads; None if the files have no heads that quantkit describes.
         calibration: calibration data; None without data, and in earlier documents.
+        adapter: LoRA adapter that was merged into the model; None = none.
     """
 
     model: str
@@ -208,6 +234,7 @@ class CompressionResult(Record):
     tower: TowerRecord | None = None
     mtp: TowerRecord | None = None
     calibration: CalibrationRecord | None = None
+    adapter: AdapterRecord | None = None
     schema_version: int = SCHEMA_VERSION
 
     def worst_linears(self, count: int = 5) -> list[tuple[str, LinearRecord]]:
@@ -246,8 +273,10 @@ def describe_experts(layers: Sequence[LayerRecord]) -> str | None:
         return None
     name, few = min(counts.items(), key=lambda item: min(item[1]))
     notes = [note for layer in layers for note in layer.notes if "experts saw fewer than" in note]
-    text = f"{len(few)} in each of {len(counts)} layers; fewest tokens routed to one expert: {min(few):,} ({name})"
-    return f"{text}; under-calibrated in {len(notes)} layers: {notes[0].rpartition('; ')[2]}" if notes else text
+    where = counted(len(counts), "layer")
+    text = f"{len(few)} in each of {where}; fewest tokens routed to one expert: {min(few):,} ({name})"
+    where = counted(len(notes), "layer")
+    return f"{text}; under-calibrated in {where}: {notes[0].rpartition('; ')[2]}" if notes else text
 
 
 def _describe_cache(record: CacheRecord) -> str:

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from quantkit.quantities import counted
 from quantkit.results._record import Record
 
 Through = Literal["prefill", "decode"]
@@ -103,7 +104,7 @@ class PerplexityResult(Record):
     def part(self) -> str:
         """Describe the part of the text that was scored, e.g. `the first 20,480 of 341,469 tokens`."""
         if self.read_tokens is None or self.text_tokens is None:
-            return f"{self.num_tokens:,} tokens"
+            return counted(self.num_tokens, "token")
         if self.read_tokens < self.text_tokens:
             return f"the first {self.read_tokens:,} of {self.text_tokens:,} tokens"
         return f"all {self.text_tokens:,} tokens"

@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import GateError, suggestion
-from quantkit.quantities import interval
-from quantkit.results import BenchmarkRun, Comparison, GateResult, Report, SensitivityProposal
+from quantkit.quantities import counted, interval
+from quantkit.results import BenchmarkRun, Comparison, GateResult, Report
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, MarginRecord
-from quantkit.results.statistics.comparison import ANSWER_LENGTH, BEHAVIOUR
+from quantkit.results.remedies import ACCEPTANCE_RATIO, remedy
+from quantkit.results.statistics.comparison import ACCEPTANCE, ANSWER_LENGTH, BEHAVIOUR
 from quantkit.results.statistics.summary import median
 from quantkit.safety.untrusted import shorten
 
 Values = dict[str, float]  # keyed by subject; a gate without a subject usually means the first
 Read = Callable[[Report], Mapping[str, float | None]]
 
-TEXT, LENGTH, RATE = "perplexity: ", f"{ANSWER_LENGTH}: ", f"{BEHAVIOUR}: "
+TEXT, LENGTH, RATE, DRAFTS = "perplexity: ", f"{ANSWER_LENGTH}: ", f"{BEHAVIOUR}: ", f"{ACCEPTANCE}: "
 RATIO = "a ratio (1 if both models are equal)"
 SHARE = "a share between 0 and 1"
 PER_CENT = "in per cent of the original (about 100)"
@@ -77,7 +78,7 @@ def _of_comparisons(read: Callable[[Comparison], float | None], prefix: str = ""
     """
 
     def numbers(report: Report) -> dict[str, float | None]:
-        others = () if prefix else (TEXT, LENGTH, RATE)
+        others = () if prefix else (TEXT, LENGTH, RATE, DRAFTS)
         chosen = [c for c in report.comparisons if c.subject.startswith(prefix) and not c.subject.startswith(others)]
         return {c.subject.removeprefix(prefix): read(c) for c in chosen}
 
@@ -115,7 +116,7 @@ def _too_few(report: Report, kind: str | None) -> str:
         return ""
     counts = {each.kind: each.num_prompts for each in report.behaviour.margins}
     count, what = (sum(counts.values()), "makes decisions") if kind is None else (counts.get(kind, 0), DECISIONS[kind])
-    return f"the original {what} in {count} prompts, fewer than the {MIN_PROMPTS} needed"
+    return f"the original {what} in {counted(count, 'prompt')}, fewer than the {MIN_PROMPTS} needed"
 
 
 def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
@@ -179,6 +180,7 @@ METRICS = {  # without a subject, the first value counts, or the worst if the me
     "itl_ratio": Metric("speed", _latency_ratios("ITL"), high=100),
     "tpot_ratio": Metric("speed", _latency_ratios("TPOT"), high=100),
     "throughput_ratio": Metric("speed", _run_ratios(lambda run: run.output_tokens_per_s), high=1000),
+    ACCEPTANCE_RATIO: Metric("speed", _of_comparisons(_ratio, DRAFTS), high=10),
     "memory_ratio": Metric("memory", _memory_ratio, high=10),
     "size_ratio": Metric("memory", _size_ratio, high=10),
     "bits_per_weight": Metric("memory", lambda report: {"": report.model.bits_per_weight}, high=32, unit="in bits"),
@@ -260,63 +262,6 @@ def behaviour_gates(report: Report) -> list[str]:
     return [f"margin[{kind}]>={LEAST_MARGIN}" for kind in clear] + loops
 
 
-def remedy(report: Report, gate: Gate, *, measured: bool = True) -> str:
-    """Return the change that is most likely to make a gate hold, in one line.
-
-    Args:
-        report: the report; its sensitivity map and diagnosis are used if present.
-        gate: the gate that failed.
-        measured: whether the gate's metric was measured.
-    """
-    if not measured:
-        return "run `quantkit verify` with the original as --baseline, and enable the measurement that this gate needs"
-    kind = METRICS[gate.metric].kind
-    if kind == "speed":
-        return _speed_remedy(report)
-    if kind == "memory":
-        return "use fewer bits (`--set weights.dtype=int4`) or larger groups, or quantize the head and ignored linears"
-    return _accuracy_remedy(report)
-
-
-def _accuracy_remedy(report: Report) -> str:
-    # Best evidence first: a proposal, the sensitivity map, and last the errors of single linears.
-    sensitivity = report.sensitivity
-    if sensitivity is not None and sensitivity.proposal is not None:
-        return describe_proposal(sensitivity.proposal)
-    if sensitivity is not None and sensitivity.records:
-        names = ", ".join(f"layer {r.layer} {r.group}" for r in sensitivity.worst(3))
-        return f"the most sensitive parts are {names}: give them more bits, or use 8 bits everywhere"
-    if report.compression is not None and report.compression.layers:
-        names = ", ".join(name for name, _ in report.compression.worst_linears(3))
-        return f"the largest errors are in {names}: ignore these linears, or use smaller groups or more bits"
-    return "use smaller groups (`--set weights.group_size=32`), a calibrated recipe such as awq-int4, or 8 bits"
-
-
-def describe_proposal(proposal: SensitivityProposal, most: int = 6) -> str:
-    """Describe a proposal in one line, with at most `most` groups, and the override to paste if these are all."""
-    groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups[:most])
-    options = " ".join(f"--set '{override}'" for override in proposal.overrides)
-    if len(proposal.groups) > most:
-        groups += f" and {len(proposal.groups) - most} more groups"
-        options = options and "--set OVERRIDE, with sensitivity.proposal.overrides of report.json"
-    cost = f", {proposal.extra_bytes / 2**20:.1f} MiB more" if proposal.extra_bytes else ""
-    verb = "ignore" if proposal.action == "ignore" else "give more bits to"
-    text = f"{verb} {groups} (predicted KL {proposal.predicted_kl:.3g}{cost})"
-    return text + (options and f": quantkit quantize ... {options}")
-
-
-def _speed_remedy(report: Report) -> str:
-    findings = report.diagnosis.findings if report.diagnosis is not None else ()
-    advice = next((f for f in findings if f.advice), None)
-    if advice is not None:
-        gain = f", expected: {advice.expected_gain}" if advice.expected_gain else ""
-        return f"{advice.statement.rstrip('.')}: {advice.advice.rstrip('.')}{gain}"
-    return (
-        "for one user at a time, use fewer weight bits and a quantized head; for many users, use a quantized KV cache "
-        "or 8-bit weights and activations"
-    )
-
-
 def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResult]:
     """Judge each gate on a report, in order.
 
@@ -351,7 +296,11 @@ def _judge(report: Report, gate: Gate) -> GateResult:
         value=value,
         held=held,
         explanation=explanation,
-        remedy=None if held else MORE_PROMPTS if reason else remedy(report, gate, measured=value is not None),
+        remedy=None
+        if held
+        else MORE_PROMPTS
+        if reason
+        else remedy(report, gate.metric, metric.kind, measured=value is not None),
     )
 
 

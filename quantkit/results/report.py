@@ -18,8 +18,8 @@ class Comparison(Record):
     """Comparison of one number of the model with the original's, on the same items.
 
     Args:
-        subject: what is compared: a task, "all tasks", or one of "perplexity: TEXT", "answer length: TASK" and
-            "behaviour: RATE".
+        subject: what is compared: a task, "all tasks", or one of "perplexity: TEXT", "answer length: TASK",
+            "behaviour: RATE" and "accepted drafts: POSITION".
         metric: name of the compared metric, e.g. "acc".
         baseline, value: the original's and the model's number.
         difference: value - baseline; for perplexity, the test uses the logarithm of the ratio instead.

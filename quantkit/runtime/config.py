@@ -6,6 +6,7 @@ the model and the device are known.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -76,8 +77,21 @@ class EngineConfig:
     head_dtype: str | None = setting(
         None, "Number type of the output head; recipes leave the head unquantized.", flag="--head", choices=HEAD_TYPES
     )
+    adapters: Mapping[str, str | Path] | Iterable[str] = setting(
+        (),
+        "LoRA adapter to compute with: a PEFT folder, with or without a name for it.",
+        flag="--adapter [NAME=]DIR",
+        shown="none",
+    )
+    adapter: str | None = setting(None, "Name of the adapter of requests that name none; None = the base model.")
+    merge: str | Path | None = setting(
+        None, "Folder of an adapter to merge into the weights of an unquantized model while it is loaded; None = none."
+    )
     speculate: str | Path | None = setting(
-        None, "Propose several tokens per step; the text stays the same up to rounding.", flag="--speculate ngram|MODEL"
+        None,
+        "Propose several tokens per step: by n-grams, the model's MTP head, or a draft model; the text stays the same "
+        "up to rounding.",
+        flag="--speculate ngram|mtp|MODEL",
     )
     max_drafts: int = setting(4, "Maximum number of proposed tokens per step.")
     force_speculation: bool = setting(False, "Whether to keep speculating when measured times show no gain.")
@@ -114,6 +128,9 @@ class EngineConfig:
                     f"{self.num_pages} pages of {self.page_size} tokens hold {held} tokens, too few for a sequence of "
                     f"max_length {self.max_length}; use {pages} pages or more, or a smaller max_length"
                 )
+        folders = adapter_folders(self.adapters)  # refuses names that are empty or given twice
+        if self.adapter is not None and self.adapter not in folders:
+            raise RequestError(f"adapter is {self.adapter!r}, which is not among the adapters ({', '.join(folders)})")
         if self.memory is not None:
             parse_bytes(self.memory)  # refuses a value that is not a size
 
@@ -144,3 +161,32 @@ class EngineConfig:
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
+
+
+def adapter_folders(adapters: Mapping[str, str | Path] | Iterable[str]) -> dict[str, Path]:
+    """Return the folders of adapters, keyed by name.
+
+    Args:
+        adapters: folders keyed by name, or texts `NAME=DIR`; the name of a plain `DIR` is the folder's.
+    Raises:
+        RequestError: a name is empty or given twice.
+    """
+    if isinstance(adapters, Mapping):
+        pairs = [(name, str(folder)) for name, folder in adapters.items()]
+    else:
+        pairs = [_named(text) for text in adapters]
+    folders: dict[str, Path] = {}
+    for name, folder in pairs:
+        if not name or not folder:
+            raise RequestError(f"adapter '{name}={folder}' has no {'folder' if name else 'name'}; give NAME=DIR")
+        if name in folders:
+            raise RequestError(f"two adapters are named {name!r}; give each another name, as NAME=DIR")
+        folders[name] = Path(folder)
+    return folders
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Split `NAME=DIR`; the name of a plain `DIR` is the folder's."""
+    name, equals, folder = text.partition("=")
+    # A slash before the sign means that the sign is part of a path.
+    return (name, folder) if equals and "/" not in name else (Path(text).resolve().name if text else "", text)

@@ -18,7 +18,7 @@ from quantkit.machine.devices import pick_device
 from quantkit.native.openmp_wait import watch_neighbours
 from quantkit.quantities import dtype_name
 from quantkit.runtime.cache import policies
-from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig
+from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig, adapter_folders
 from quantkit.runtime.engine.assembly import build_engine, fit_pages, predict_capacity
 from quantkit.runtime.engine.engine import Engine
 from quantkit.runtime.engine.kernel_check import check_kernels, describe_kernels
@@ -62,7 +62,7 @@ class LLM(Prompts):
         if config.speculate is not None:
             self._controller = SpeculationController(config.max_drafts, force=config.force_speculation)
         super().__init__(resolve(path))
-        self._draft = None if config.speculate in (None, "ngram") else resolve(str(config.speculate))
+        self._draft = None if config.speculate in (None, "ngram", "mtp") else resolve(str(config.speculate))
         self.config = config = fit_pages(self.path, config)
         self._capacity = predict_capacity(self.path, self._draft, config, self.device)
         self._threads = ""  # how many threads, and why
@@ -80,7 +80,14 @@ class LLM(Prompts):
         check_kernels(self.device)
         load = partial(load_model, dtype=config.dtype, device=self.device)
         return build_engine(
-            load(self.path, head_dtype=config.head_dtype, backend=config.backend),
+            load(
+                self.path,
+                head_dtype=config.head_dtype,
+                backend=config.backend,
+                adapters=adapter_folders(config.adapters),
+                merge=config.merge,
+                mtp=config.speculate == "mtp",
+            ),
             config,
             draft=None if self._draft is None else load(self._draft),
             controller=self._controller,
@@ -196,6 +203,12 @@ class LLM(Prompts):
         return dtype_name(self.model.dtype)
 
     @property
+    def adapter(self) -> str:
+        """Name and digest of the adapter of requests that name none; empty = the base model."""
+        name = self.config.adapter
+        return "" if name is None else f"{name} (SHA-256 {self.model.adapters.digests[name]})"
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes for reports on how the model ran."""
         return tuple(self.model.notes)
@@ -231,6 +244,7 @@ class LLM(Prompts):
             "drafted_tokens": 0 if controller is None else controller.num_drafted,
             "accepted_tokens": 0 if controller is None else controller.num_accepted,
             "acceptance": None if controller is None else controller.acceptance,
+            "acceptance_by_position": [] if controller is None else list(controller.acceptance_at),
         }
 
     def describe(self) -> dict[str, str]:
@@ -255,8 +269,11 @@ class LLM(Prompts):
             topics["preemptions"] = str(counts["preemptions"])
         if engine.controller is not None:
             share = counts["acceptance"]
+            by_position = ", ".join(f"{rate:.0%}" for rate in counts["acceptance_by_position"])
             topics["speculation"] = (
-                "not used" if share is None else f"{share:.0%} of {counts['drafted_tokens']} drafts accepted"
+                "not used"
+                if share is None
+                else f"{share:.0%} of {counts['drafted_tokens']} drafts accepted (by position: {by_position})"
             )
         topics["notes"] = "; ".join(model.notes)
         return {topic: text for topic, text in topics.items() if text}

@@ -71,6 +71,7 @@ class PageHolder:
         num_table_entries: number of pages already written to its row of the page table.
         num_evicted: number of tokens that each head has evicted.
         num_computed: number of tokens that the model has computed.
+        adapter: name of the adapter that its tokens are computed with; None = the base model.
     """
 
     id: int
@@ -79,6 +80,7 @@ class PageHolder:
     num_table_entries: int = 0
     num_evicted: int = 0
     num_computed: int = 0
+    adapter: str | None = None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

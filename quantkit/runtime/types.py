@@ -78,6 +78,7 @@ class SamplingParams:
         shown_tokens: special tokens that are part of the text; other special tokens are left out of it.
         logprobs: return log-probabilities of the chosen token and of this many likeliest tokens; None = none.
         scoring: what to score in the prompt itself; None = nothing.
+        adapter: name of the LoRA adapter to compute with; None = the engine's `adapter`, by default the base model.
     Raises:
         RequestError: a value has the wrong type or is out of range, or two values contradict each other.
     """
@@ -108,6 +109,7 @@ class SamplingParams:
     shown_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
     scoring: PromptScoring | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("max_tokens", self.max_tokens, 1 if self.scoring is None else 0, "None for as many as fit")

@@ -70,6 +70,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         ModelError: vLLM refuses the model; the message says why.
     """
 
+    adapter = ""  # see `LLM.adapter`; vLLM's adapters are not offered
     scores_decode = False
 
     def __init__(

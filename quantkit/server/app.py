@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quantkit.errors import QuantkitError, RequestError
+from quantkit.runtime.config import adapter_folders
 from quantkit.runtime.detokenizer import special_tokens
 from quantkit.runtime.dialects.dialect import find_dialect
 from quantkit.runtime.types import SamplingParams
@@ -140,20 +141,32 @@ class Server:
         return JSONResponse(openapi_document({path: (texts[name], kind) for path, (name, kind) in _ROUTES.items()}))
 
     async def models(self, _request: Request) -> Response:
-        """Return a list with the served model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """Return a list with the served model and its adapters."""
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def model(self, request: Request) -> Response:
         """Return the model with this name; the list if no name is given."""
         if not request.path_params["name"]:
             return await self.models(request)
         self._check_name(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(request.path_params["name"]))
 
-    def _model(self) -> answers.Json:
+    @property
+    def _names(self) -> list[str]:
+        """Names that clients can choose: the model's, and those of its adapters."""
+        return [self.name, *adapter_folders(self.bridge.llm.config.adapters)]
+
+    def _model(self, name: str) -> answers.Json:
         length = self.bridge.engine.capacity if self.bridge.is_ready else None
         about = {"created": self.created, "owned_by": "quantkit", "max_model_len": length}
-        return {"id": self.name, "object": "model", **about}
+        # As in vLLM; `parent` is the model that an adapter changes.
+        return {
+            "id": name,
+            "object": "model",
+            "root": name,
+            "parent": None if name == self.name else self.name,
+            **about,
+        }
 
     async def complete(self, request: Request) -> Response | EventStream:
         """Continue texts."""
@@ -164,9 +177,9 @@ class Server:
             self.bridge.check_capacity(len(ask.prompts), ask.n)
             prompts = await self._encoded(ask.prompts, run)
             texts = await run(partial(self._shown, ask.prompts)) if ask.echo else [""] * len(prompts)
-            mailbox = self.bridge.submit([(ids, ask.samples(ask.params_for(len(ids)))) for ids in prompts])
+            mailbox = self.bridge.submit([(ids, self._samples(ask, ask.params_for(len(ids)))) for ids in prompts])
         asked = [pair for pair in zip(texts, prompts, strict=True) for _ in range(ask.n)]
-        shape = TextShape(ask, asked, vocabulary, self.name)
+        shape = TextShape(ask, asked, vocabulary, ask.model or self.name)
         num_prompt = sum(len(ids) for ids in prompts)
         return await self._answer(request, ask, mailbox, shape, num_prompt, hidden=ask.max_tokens == 0)
 
@@ -181,9 +194,14 @@ class Server:
             form = AnswerFormat.of(ask, find_dialect(str(tokenizer.chat_template)), text)
             shown = frozenset(form.marker_tokens(self._special_tokens).values())
             params = await self._constrained(replace(params, shown_tokens=shown), form)
-            mailbox = self.bridge.submit([(self._bounded(ids), ask.samples(params))])
-        shape = ChatShape(ask, [form.parser() for _ in range(ask.n)], self.vocabulary, self.name)
+            mailbox = self.bridge.submit([(self._bounded(ids), self._samples(ask, params))])
+        shape = ChatShape(ask, [form.parser() for _ in range(ask.n)], self.vocabulary, ask.model or self.name)
         return await self._answer(request, ask, mailbox, shape, len(ids))
+
+    def _samples(self, ask: Sampling, params: SamplingParams) -> list[SamplingParams]:
+        """Return the parameters of each answer to a prompt, computed with the adapter that the request names."""
+        adapter = None if ask.model in (None, self.name) else ask.model
+        return ask.samples(replace(params, adapter=adapter))
 
     @cached_property
     def _special_tokens(self) -> Mapping[str, int]:
@@ -273,8 +291,9 @@ class Server:
             yield ask, run
 
     def _check_name(self, model: str | None) -> None:
-        if model not in (None, self.name):
-            raise Refused(f"model {model[:100]!r} is not served here; use {self.name!r}", "model", status=404)
+        if model is not None and model not in self._names:
+            names = " or ".join(map(repr, self._names))
+            raise Refused(f"model {model[:100]!r} is not served here; use {names}", "model", status=404)
 
     def _check_ready(self) -> None:
         if self.is_ending or not self.bridge.is_ready:

@@ -113,7 +113,7 @@ class StreamOptions(Schema):
 class Sampling(Schema):
     """Fields that text and chat requests share."""
 
-    model: str | None = Field(None, description="Name of the served model; None = the only one.")
+    model: str | None = Field(None, description="Name of the served model or of an adapter; None = the model.")
     max_tokens: int | None = None
     temperature: Annotated[float, Field(le=100)] = 1.0
     top_p: float = 1.0

@@ -20,6 +20,7 @@ from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.loader import load_model
 from tests.compress.pipeline.test_quantize import run
 from tests.helpers import make_model
+from tests.runtime.mtp_models import make_mtp_model
 
 CPU = torch.device("cpu")
 
@@ -101,6 +102,15 @@ def test_cache(family_models, family, kv_cache):
         == 5 * prediction.page_bytes + 3 * prediction.residual_bytes
         == cache.num_bytes + cache.residual_bytes
     )
+
+
+def test_an_mtp_head_is_predicted_too(tmp_path):
+    folder = make_mtp_model(tmp_path, "glm4_moe", own_tables=True)
+    options = BenchmarkOptions(concurrencies=(1,), prompt_tokens=20, new_tokens=3, num_requests=2)
+    target = load_target(folder, options, {"num_pages": 8, "threads": 1, "speculate": "mtp"})
+    assert target.prediction.weight_bytes == target.llm.model.num_bytes > predict(folder).weight_bytes
+    assert 8 * target.prediction.page_bytes == observed_cache_bytes(target.llm.engine.runner.cache)
+    assert len(target.cost.layers) == 2
 
 
 def test_a_model_that_only_transformers_runs_has_no_prediction(tmp_path):

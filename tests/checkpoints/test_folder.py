@@ -43,7 +43,7 @@ def test_bad_config(single, content, part):
 
 def test_an_adapter_is_recognised(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    fails(tmp_path, ModelError, "adapter", "merge")
+    fails(tmp_path, ModelError, "adapter", "--adapter")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "weights.pt", "model.pth"])

@@ -36,3 +36,14 @@ def test_a_quantized_embedding_is_no_linear(invoke, tmp_path):
     seen = json.loads(invoke("inspect", str(out), "--json").stdout)
     assert any(module["kind"] == "embedding" and module["stored_as"] == "Q6_K" for module in seen["modules"])
     assert seen["bits_per_weight"] == json.loads(answer.stdout)["bits_per_weight"] == 4.5
+
+
+def test_a_gguf_file_has_bits_of_its_own_and_no_manifest(invoke, tmp_path):
+    out = str(tmp_path / "demo.gguf")
+    answer = invoke("quantize", "--recipe", "rtn-int4", "--format", "gguf", "-o", out, "--json")
+    assert answer.exit_code == 0, answer.stderr
+    # A block of 32 weights has its own scale, whatever the recipe's groups.
+    assert json.loads(answer.stdout)["bits_per_weight"] == 4.5
+    shown = invoke("inspect", out).stdout
+    assert "4.500" in shown
+    assert "quantkit.json" not in shown

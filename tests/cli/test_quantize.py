@@ -15,7 +15,7 @@ from rich.console import Console
 
 from quantkit.cli import main
 from quantkit.cli._output import Output
-from quantkit.cli._progress import Bar, Log, listening
+from quantkit.cli._progress import Bar, Log, listening, showing_layers
 from quantkit.compress import pipeline
 from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.recipe import load
@@ -218,3 +218,12 @@ def test_the_listener_suits_the_options_and_the_terminal(monkeypatch):
         monkeypatch.setattr(sys.stderr, "isatty", lambda answer=is_terminal: answer, raising=False)
         with listening(Output(as_json=False, quiet=False)) as listener:
             assert type(listener) is kind
+
+
+def test_in_a_file_a_line_every_10_seconds_tells_what_is_done(monkeypatch, capsys):
+    clock = iter((0.0, 4.0, 11.0, 11.0, 20.0))
+    monkeypatch.setattr("quantkit.cli._progress.time.monotonic", lambda: next(clock))
+    show = showing_layers(Output(as_json=False, quiet=False))
+    for done in range(3):
+        show(done, 3, f"layers.{done}")
+    assert capsys.readouterr().err == "1/3 layers.1\n"

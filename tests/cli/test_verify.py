@@ -44,7 +44,7 @@ def test_a_gate_that_fails_is_named_with_a_remedy(run, checkpoint, models, tmp_p
     assert code == 3
     assert "Most sensitive fused groups, each quantized alone" in out
     last = err.strip().splitlines()[-1]
-    assert last.startswith("error: 1 of 1 gates did not hold: kl<=0.0005 (kl is 0.00")
+    assert last.startswith("error: 1 of 1 gate did not hold: kl<=0.0005 (kl is 0.00")
     assert "Suggested change: ignore layer" in last
     assert "--set 'ignore=[" in last
     assert "report.json" not in {path.name for path in checkpoint.iterdir()}

@@ -234,7 +234,7 @@ def test_three_bits_need_dense_packing(monkeypatch):
 @pytest.mark.parametrize(("name", "size"), [("nvfp4", 16), ("mxfp4", 32), ("mxfp8", 32)])
 def test_inputs_that_blocks_do_not_divide_are_refused(name, size):
     with pytest.raises(
-        SchemeError, match=rf"weights.group_size: {name} has a scale per {size} inputs, which does not divide 72"
+        SchemeError, match=rf"weights.group_size: {name} has a scale per {size} inputs, which do not divide 72"
     ):
         FORMAT.check(linear(name), (8, 72))
 

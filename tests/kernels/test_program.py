@@ -48,6 +48,19 @@ def close(actual, expected, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [8, 72, 100])
+def test_add(dtype, rows, width):
+    program = Program(8, dtype)
+    x, out = draw(8, width, dtype=dtype), draw(8, width, dtype=dtype, seed=1)
+    before = out.clone()
+    program.add(x, out)
+    run(program, rows)
+    assert torch.equal(out[:rows], (before + x)[:rows])
+    assert torch.equal(out[rows:], before[rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("adds", [False, True])
 def test_norm(dtype, rows, adds):
     program = Program(8, dtype)

@@ -13,7 +13,7 @@ def test_margins_rates_kl_and_examples():
     margins, rates, kl, examples = behaviour_tables(make_report(broken=True))
     assert margins.cells[0] == ["starts a tool call", "40", "20", "6.00", "3.30", "0.550 (0.52 to 0.58)", "22.5 %"]
     assert margins.cells[-1][5] == "-"  # in three prompts only
-    assert "4 prompts were left out" in margins.title
+    assert "4 prompts left out" in margins.title
     assert "fewer than 8 prompts" in margins.note
     assert {row[0] for row in rates.cells} >= {"do not end", "call tools validly"}
     assert [row[1] for row in kl.cells] == ["0.0700", "0.0800", "0.100", "-"]

@@ -102,7 +102,7 @@ def test_the_page_draws_both_fronts_and_is_the_same_each_time(reports):
     page = render_comparisons({"one": comparison})
     assert page == render_comparisons({"one": comparison})
     assert page.count('<svg class="plot"') == 2
-    assert "2 of 4 checkpoints are on the Pareto front: int3, int4." in page
+    assert "On the Pareto front (2 of 4): int3, int4." in page
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_the_command_compares(checkpoints, tmp_path):
     page = tmp_path / "page.html"
     done = CliRunner().invoke(main, ["report", *checkpoints, "-o", str(page)])
     assert done.exit_code == 0, done.output
-    assert "2 of 4 checkpoints are on the Pareto front: int3, int4." in done.stdout
+    assert "On the Pareto front (2 of 4): int3, int4." in done.stdout
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 

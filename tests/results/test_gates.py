@@ -13,11 +13,11 @@ from quantkit.results.gates import (
     METRICS,
     MORE_PROMPTS,
     behaviour_gates,
-    describe_proposal,
     evaluate_gates,
     gate_numbers,
     parse_gate,
 )
+from quantkit.results.remedies import describe_proposal
 from tests.report.synthetic import GATES, make_report
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,12 @@ def make_batch(
 
 
 def run(
-    model, sequences: list[list[int]], chunk: int | None = None, kv=None, page_size: int = PAGE_SIZE
+    model,
+    sequences: list[list[int]],
+    chunk: int | None = None,
+    kv=None,
+    page_size: int = PAGE_SIZE,
+    adapters: Sequence[str | None] = (),
 ) -> list[Tensor]:
     """Logits (length, V) at every position of each sequence, fed in chunks; shorter sequences finish earlier."""
     counts = [-(-len(sequence) // page_size) for sequence in sequences]
@@ -119,6 +126,7 @@ def run(
         stop = past + (chunk or max(map(len, sequences)))
         new = [sequences[i][past:stop] for i in running]
         batch = make_batch(new, [past] * len(new), [pages[i] for i in running], page_size=page_size, ids=running)
+        batch = replace(batch, adapters=tuple(adapters[i] for i in running) if adapters else ())
         logits = model.forward(batch, cache)
         for i, rows in zip(running, logits.split([len(item) for item in new]), strict=True):
             logits_of[i].append(rows)

@@ -251,7 +251,7 @@ def own_entry(**changes):
     ],
 )
 def test_what_says_nothing_of_a_cache_is_refused(config):
-    with pytest.raises(SchemeError, match=r"names layer|a layer of the KV cache is inf|strategy .* is not supported"):
+    with pytest.raises(SchemeError, match=r"names layer|the KV cache of a layer is inf|strategy .* is not supported"):
         read_cache_schemes(config, 4)
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 from quantkit.runtime.engine.runner import _Inputs
+from quantkit.runtime.sequence import PageHolder
 
 
 def holder(number, row, pages):
-    return SimpleNamespace(id=number, row=row, pages=pages, num_table_entries=0, num_evicted=0)
+    return PageHolder(id=number, row=row, pages=pages)
 
 
 def builder():

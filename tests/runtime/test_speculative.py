@@ -9,7 +9,8 @@ import torch
 
 from quantkit.errors import RequestError
 from quantkit.runtime.config import EngineConfig
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, SpeculationController
+from quantkit.runtime.engine.draft_model import DraftModelProposer
+from quantkit.runtime.engine.speculation import NgramProposer, SpeculationController
 from quantkit.runtime.sampling import sample
 from quantkit.runtime.sequence import Sequence
 from quantkit.runtime.types import SamplingParams

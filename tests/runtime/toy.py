@@ -12,8 +12,10 @@ from torch import Tensor
 from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.sizing import kv_budget
 from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine.draft_model import DraftModelProposer
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import DraftModelProposer, NgramProposer, SpeculationController
+from quantkit.runtime.engine.speculation import NgramProposer, SpeculationController
+from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.types import Completion, SamplingParams
 
 VOCAB = 32
@@ -47,6 +49,7 @@ class ToyModel:
     eos_ids: tuple[int, ...] = ()
     stored_bytes = num_bytes = 0
     notes = ()
+    adapters = Adapters()
     device = torch.device("cpu")
     dtype = torch.float32
 

@@ -171,7 +171,7 @@ class TunedBlock:
         # Copies, since autograd refuses tensors that inference mode has made.
         arguments = tree_map_only(Tensor, Tensor.clone, self._layer.stream.arguments(hidden))
         output = hidden_states(functional_call(self._layer.block, self._values, (states_of(hidden),), arguments))
-        assert output.shape == target.shape, "an output is compared with that of other inputs"
+        assert output.shape == target.shape, "output and target have different shapes"
         return (output.float() - target.float()).square().sum()
 
 

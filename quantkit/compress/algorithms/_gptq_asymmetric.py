@@ -27,7 +27,7 @@ _RIDGES = (0.01, 0.1, 0.3)
 _DIVIDED_ROWS, _DIVIDED_COLUMNS = 1024, 256
 
 Shift = Tensor | tuple[Tensor, ...]
-"""(K, K) E H^-1, or (N_i, K) W_i times it of each linear of a set."""
+"""The (K, K) matrix E H^-1, or for each linear i of a set the (N_i, K) matrix W_i E H^-1."""
 
 
 class Correction(NamedTuple):

@@ -70,7 +70,7 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
             _copy_upper(hessian, lower)
             return Factor(lower, backwards, amount if amount != damping else 0.0, diagonal.clone())
         amount *= _DAMPING_FACTOR
-    raise ModelError(f"the input Gram matrix cannot be factorised even with damping {added:.3g}: inputs are not finite")
+    raise ModelError(f"inputs are not finite: their Gram matrix cannot be factorised even with damping {added:.3g}")
 
 
 def add_lower(total: Tensor, other: Tensor) -> None:

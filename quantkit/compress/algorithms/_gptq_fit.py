@@ -27,7 +27,7 @@ from quantkit.numerics.matmul import (
     packed_size,
 )
 
-# Largest number of elements of the codes, or of the normal equations, and of columns of the Hessian, held at once.
+# Limits of what is held at once: elements of codes or of normal equations, and columns of the Hessian.
 _ELEMENTS, _COLUMNS = 1 << 21, 512
 # Elements of the products of codes and Hessian that are held at once.
 _PRODUCT_ELEMENTS = 1 << 21
@@ -77,7 +77,7 @@ def _right_sides(
     """Return D'H e (N, G) for the errors e of each row. H e = L (L'e), and the loop has kept L'e in `settled`, so the
     errors e are not needed.
     """
-    assert settled.errors is not None, "the loop was not asked for its errors"
+    assert settled.errors is not None, "settle_columns must run with keep_errors"
     lower, groups_of = factor.lower, group_index[factor.backwards]
     members = torch.arange(groups, device=lower.device).unsqueeze(1) == groups_of  # (G, K)
     right = torch.zeros(groups, settled.codes.shape[1], device=lower.device)

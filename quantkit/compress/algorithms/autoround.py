@@ -141,7 +141,7 @@ def _round_the_rest(layer: LayerContext) -> None:
                 continue
             layer.round([name])
             layer.chosen.notes.append(
-                f"autoround: {name} is {scheme.describe()}, which is not tuned; rounded to nearest"
+                f"autoround: {name} is {scheme.describe()}, which autoround cannot tune; rounded to nearest"
             )
 
 

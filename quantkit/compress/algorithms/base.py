@@ -60,13 +60,13 @@ class Step(ABC):
     __slots__ = ()
 
     fixes_codes: ClassVar[bool] = False
-    """The step sets codes, so a step behind it changes nothing."""
+    """The step sets codes, so later steps change nothing."""
     is_for_activations: ClassVar[bool] = False
     """The step only helps where activations are quantized."""
     replaces_model: ClassVar[bool] = False
-    """`open` makes another model of the checkpoint, so no stored code can be kept."""
+    """`open` reads the checkpoint as another model, so codes of a quantized source cannot be kept."""
     moves_scales: ClassVar[bool] = False
-    """The step moves scales between a linear and what feeds it, so neither fits into the original as it is."""
+    """The step moves scales between a linear and the module before it, so neither alone fits into the original."""
     needs_targets: ClassVar[bool] = False
     """The run computes the original model's outputs (`layer.data.targets`)."""
     fits_blocks: ClassVar[bool] = True
@@ -145,7 +145,7 @@ def moves_scales(steps: Mapping[str, Step]) -> bool:
     """
     other = next((name for name, step in steps.items() if step.replaces_model), None)
     if other is not None:
-        raise ModelError(f"step {other} changes the whole model, so no part can be tried alone; leave the step out")
+        raise ModelError(f"step {other} changes the whole model, so no part can be measured alone; remove the step")
     return any(step.moves_scales for step in steps.values())
 
 

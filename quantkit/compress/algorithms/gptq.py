@@ -35,7 +35,7 @@ from quantkit.numerics.tensor import QuantizedTensor, join_rows
 ActOrder = Literal["none", "weight", "group"]
 
 Statistics = dict[tuple[str, ...], tuple[list[Tensor], CrossErrors | None]]
-"""Of sets: parts that add up to the Hessian, and what the layers before have got wrong, where that counts."""
+"""For each set, the parts that add up to its Hessian, and the errors of earlier layers; None = they are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +163,7 @@ class GptqStep(Step):
                 parts.setdefault(name, []).append(part)
         for names, damping in raised.items():
             listed = ", ".join(names if len(names) <= 4 else (*names[:3], "..."))
-            layer.chosen.notes.append(f"{listed}: damping raised to {damping:.3g}, the Hessian is nearly singular")
+            layer.chosen.notes.append(f"{listed}: damping raised to {damping:.3g} for a nearly singular Hessian")
         factors.clear()
         layer.commit({name: join_rows(made) for name, made in parts.items()})
 

@@ -40,7 +40,7 @@ class SmoothQuantStep(Step):
         names = [group.linears[0] for group in sets]
         observers = {name: Magnitude(layer.weight(name).shape[1], layer.device) for name in names}
         if not observers:
-            layer.chosen.notes.append("smoothquant: no linear of this layer is fed by a norm; nothing was smoothed")
+            layer.chosen.notes.append("smoothquant: nothing was smoothed, because no linear reads the output of a norm")
             return
         observers = layer.known(layer.observe(observers))
         for group in sets:

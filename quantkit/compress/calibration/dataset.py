@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.checkpoints.tokenizer import render_chat
 from quantkit.compress.calibration.images import ImageSamples, read_records
 from quantkit.errors import DataError, first_line
+from quantkit.quantities import counted
 from quantkit.results import CalibrationRecord
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, read_text, shorten
 
@@ -116,7 +117,7 @@ def load_samples(
     drawn = list(_tokenize(records, tokenizer, samples, sequence_length, generator, str(data), extra))
     token_ids, held_out = drawn[:samples], _not_among(drawn[samples:], drawn[:samples])
     if not token_ids:
-        raise DataError(f"calibration data {data}: it contains no usable text")
+        raise DataError(f"calibration data {data} contains no usable text; give texts, chats or token ids")
     _check_vocabulary(drawn, vocab_size, str(data))
     warnings = lint(token_ids, samples, sequence_length, tokenizer)
     digest = hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()
@@ -154,12 +155,12 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
     repeated = count - len({tuple(sample) for sample in samples})
     unknown = tokens.count(tokenizer.unk_token_id) / len(tokens)  # 0 if the tokenizer has no such token
     findings = (
-        (without > 0, f"{without} of {count} samples do not begin with the BOS token, as the model's inputs do"),
-        (count < asked, f"only {count} samples where {asked} were asked for; statistics will be noisier"),
-        (short > count / 4, f"{short} of {count} samples are shorter than half of {sequence_length} tokens"),
-        (repeated > 0, f"{repeated} of {count} samples are duplicates"),
+        (without > 0, f"samples without the BOS token with which the model's inputs begin: {without} of {count}"),
+        (count < asked, f"only {counted(count, 'sample')} instead of {asked}; statistics will be noisier"),
+        (short > count / 4, f"samples shorter than half of {sequence_length} tokens: {short} of {count}"),
+        (repeated > 0, f"duplicates among {counted(count, 'sample')}: {repeated}"),
         (unknown > 0.01, f"{unknown:.0%} of the tokens are unknown to the tokenizer"),
-        (len(tokens) < 4096, f"{len(tokens)} tokens in all are few; 16,000 or more are usual"),
+        (len(tokens) < 4096, f"only {counted(len(tokens), 'token')} in all; 16,000 or more are usual"),
     )
     return tuple(text for holds, text in findings if holds)
 
@@ -266,7 +267,7 @@ def _content(record: dict[str, Any], field: str, where: str) -> Any:
             if isinstance(value, list) and isinstance(value[0], dict):
                 return _Chat(value, _tools(record.get("tools"), where))
             return value
-    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; it has: {', '.join(record)}")
+    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; its keys: {', '.join(record)}")
 
 
 def _tools(given: Any, where: str) -> list[Any] | None:

@@ -63,8 +63,8 @@ def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearR
     """
     if not torch.isfinite(weight.scale.float()).all():
         raise SchemeError(
-            f"{layer.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}; "
-            "the weights are broken, or too large for scales of this dtype: set format=compressed-tensors"
+            f"{layer.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}. "
+            "Either the weights are damaged, or they are too large for this dtype; then set format=compressed-tensors"
         )
     current, has_data = layer.weight(name), layer.stream.store is not None
     return LinearRecord(

@@ -19,7 +19,7 @@ class _Enough(Exception):
 
 
 OnCall = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-"""Told of a module's call: its relative name, arguments, keyword arguments."""
+"""Function that is called with a module's relative name, arguments and keyword arguments."""
 
 
 def probe(
@@ -162,7 +162,7 @@ def describe_under_calibrated(counts: Mapping[int, int], all_tokens: bool) -> li
     if not few:
         return []
     listed = ", ".join(map(str, few[:8])) + (", ..." if len(few) > 8 else "")
-    treated = "their statistics are of all tokens" if all_tokens else "they are rounded to nearest"
+    treated = "their statistics use all tokens" if all_tokens else "they are rounded to nearest"
     return [
         f"{len(few)} of {len(counts)} experts saw fewer than {UNDER_CALIBRATED_TOKENS} tokens ({listed}); {treated}"
     ]

@@ -120,7 +120,7 @@ class HeldOut:
                 layer.round_plainly(name, weight(name))
             rounded += worse
         if rounded:
-            layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, which has the smaller held-out error")
+            layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, with a smaller held-out error")
         if not is_last and self.quantized is not None:
             self._pass(layer, store, advances=True)
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from quantkit.checkpoints.tokenizer import load_tokenizer, quiet_stdout, render_chat
 from quantkit.distribution import install_command
 from quantkit.errors import DataError, InputError, ModelError, first_line
+from quantkit.quantities import counted
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_object, read_text
 
 # Colours of the drawings: red, green and blue of 0 to 255.
@@ -179,13 +180,13 @@ def load_images(
         kept.append((chat, ids))
         for leaf in tree_flatten(inputs)[0]:
             digest.update(_bytes(leaf))
-    too_long = f"of up to {longest} tokens, more than the sequence_length of {sequence_length}"
+    too_long = f"they have up to {longest} tokens, more than the sequence_length of {sequence_length}"
     if not kept:
         raise DataError(
-            f"calibration images {data}: every sample is {too_long}; raise calibration.sequence_length, or give "
-            "smaller images"
+            f"calibration images {data}: all samples are too long: {too_long}; raise calibration.sequence_length, or "
+            "give smaller images"
         )
-    warnings = (f"{long} samples with images are left out, {too_long}",) if long else ()
+    warnings = (f"{counted(long, 'sample')} with images left out: {too_long}",) if long else ()
     return ImageSamples(
         processor=processor,
         chats=tuple(chat for chat, _ in kept),
@@ -233,7 +234,7 @@ def _process(processor: Any, chat: ImageChat) -> dict[str, Any]:
     except DataError:
         raise
     except Exception as error:  # whatever templates and processors raise
-        raise DataError(f"{chat.where}: the model's processor cannot make inputs of it: {first_line(error)}") from error
+        raise DataError(f"{chat.where}: the model's processor cannot convert it: {first_line(error)}") from error
     inputs = dict(made)
     if not set(inputs) - set(_OF_TEXT):
         raise DataError(f"{chat.where}: the model's processor returned nothing for its images")
@@ -269,7 +270,7 @@ def _check_image_tokens(ids: tuple[int, ...], config: Mapping[str, Any], chat: I
     """Raise DataError if no token of a sample stands for its images, because the model would not see the images."""
     token = config.get("image_token_id", config.get("image_token_index"))
     if token is not None and token not in ids:
-        raise DataError(f"{chat.where}: its text contains no token for the image ({token} of config.json)")
+        raise DataError(f"{chat.where}: its text contains no token for the image ({token} in config.json)")
 
 
 def _bundled() -> list[ImageChat]:
@@ -321,7 +322,9 @@ def _parse(record: Mapping[str, Any], where: str, folder: Path) -> ImageChat:
     if not inside:
         chat[0]["content"] = [*[{"type": "image"} for _ in files], *chat[0]["content"]]
     elif len(inside) != len(files):
-        raise DataError(f"{where}: {len(inside)} places for images in 'messages', {len(files)} in 'images'")
+        raise DataError(
+            f"{where}: 'messages' has places for {counted(len(inside), 'image')}, but 'images' lists {len(files)}"
+        )
     plain = [{**message, "content": [_bare(part) for part in message["content"]]} for message in chat]
     return ImageChat(where=where, messages=plain, pictures=_paths(files, where, folder))
 
@@ -345,7 +348,7 @@ def _chat(where: str, pictures: tuple[Picture, ...], question: str, answer: str 
 def _paths(files: Sequence[Any], where: str, folder: Path) -> tuple[Path, ...]:
     if not files or not all(isinstance(file, str) for file in files):
         raise DataError(
-            f"{where}: no image in it; give 'image' or 'images' with paths, texts alone in calibration.data"
+            f"{where}: no image in it; give 'image' or 'images' with paths. Texts without images go to calibration.data"
         )
     paths = tuple(folder / file.removeprefix("file://") for file in files)
     for path in paths:

@@ -79,8 +79,8 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
         if not 0 < largest < float("inf"):
             instead = "leave activations out" if scheme.dynamic else "set activations.dynamic=true"
             raise DataError(
-                f"{layer.name}.{name}: the largest input in all calibration data is {largest}, which gives no "
-                f"scale; use other data (calibration.data), or {instead}"
+                f"{layer.name}.{name}: no scale can be computed, because the largest input on the calibration data is "
+                f"{largest}; use other data (calibration.data), or {instead}"
             )
         return largest
 

@@ -23,7 +23,7 @@ from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.results import CacheRecord
 
 MOST_NOISE = 0.1
-"""Of an ordinary channel's energy: what rounding may put upon keys before they count as having outlier channels."""
+"""Largest noise that rounding may add to keys before they count as having outlier channels; see `noise`."""
 
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
@@ -88,7 +88,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
             keys, values = seen.args
             return keys, values
         raise ModelError(
-            f"{layer.name} passes its keys and values to no cache, so nothing can be calibrated; leave kv_cache out"
+            f"{layer.name} passes its keys and values to no cache, so they cannot be calibrated; leave kv_cache out"
         )
 
     statistics = CacheStatistics(rotate=rotate)
@@ -184,8 +184,8 @@ def _note(
     biases = [p.abs().max().item() for name, p in layer.block.named_parameters() if name.endswith("k_proj.bias")]
     said = f", bias of the key projection up to {biases[0]:.3g}" if biases else ""
     return (
-        f"KV cache: keys have outlier channels: as {asked.key.describe()}{rotated} their noise would be "
-        f"{record.noise_asked:.2g} of an ordinary channel (largest |key| {record.largest_key:.3g} in head {head}, "
-        f"channel {channel}, ordinary {record.typical_key:.3g}{said}); kept {scheme.key.describe()}, "
-        f"noise {record.noise:.2g}"
+        f"KV cache: keys have outlier channels. Stored as {asked.key.describe()}{rotated}, their rounding noise would "
+        f"be {record.noise_asked:.2g} of an ordinary channel (largest |key| {record.largest_key:.3g} in head {head}, "
+        f"channel {channel}, ordinary {record.typical_key:.3g}{said}). They are stored as {scheme.key.describe()}, "
+        f"with noise {record.noise:.2g}"
     )

@@ -219,7 +219,7 @@ class LayerContext:
             self.stream.learn(self.schemes, partial(self.forward, first[:1]))
         else:  # a `LayerCall`: layers exchange tensors inside, so no module may be skipped
             self.stream.structure = NOTHING
-            self.chosen.notes.append("hands on more than hidden states, so it was run whole for each set of linears")
+            self.chosen.notes.append("passes on more than hidden states, so all of it was run for each set of linears")
         if self.data.original is not None:
             self.data.original.structure = self.stream.structure
 
@@ -273,7 +273,7 @@ class LayerContext:
                 same = signal_to_noise_db(first, self.forward(self.store[0])[:1]) > _SAME_DB
         if not broadcast(same):
             self.stream.forget()
-            self.chosen.notes.append("its modules give something else when run again; codes may be of other inputs")
+            self.chosen.notes.append("another run gave other outputs, so its calibration inputs may be inexact")
 
     def grid(self, name: str) -> WeightGrid:
         """Return the grid that the weight of a linear is rounded to."""
@@ -334,7 +334,7 @@ class LayerContext:
 
     def _put(self, name: str, weight: QuantizedTensor, record: LinearRecord) -> None:
         current, grid = self.weight(name), self.grid(name)
-        # Fixed by the first codes: from here on the layer holds decoded values, whose largest magnitude may differ.
+        # Set with the first codes: from then on, the layer holds decoded values, whose maximum may differ.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
         self.chosen.records[name], self.chosen.quantized[name] = record, weight

@@ -338,7 +338,7 @@ def spread_rows(inputs: Tensor, count: int) -> Tensor:
 
 
 Handler = Callable[[str, Tensor], None]
-"""Takes the rows (T, K) that a linear, by its name, was called with."""
+"""Function that receives the name of a linear and its input rows (T, K)."""
 
 
 class Deliveries:

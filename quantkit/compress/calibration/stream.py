@@ -71,7 +71,7 @@ class Structure:
 NOTHING = Structure()
 
 Value = Callable[[torch.device], Any]
-"""Gives what is kept, from memory or from a file: tensors of its own, since layers may add to what modules return."""
+"""Function that returns a stored value on a device, in new tensors, because layers may modify what modules return."""
 
 
 class _File:
@@ -87,7 +87,7 @@ class _File:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it stays open
 
     def add(self, value: Any) -> Value:
-        """Write the tensors of a nested structure, and return what reads them."""
+        """Write the tensors of a nested structure, and return a function that reads them."""
         tensors = tree_map_only(Tensor, self._write, value)
         return lambda device: tree_map_only(_Extent, lambda extent: self._read(extent).to(device), tensors)
 
@@ -106,7 +106,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Where a file has a tensor."""
+    """Position of a tensor in a file."""
 
     start: int
     dtype: torch.dtype
@@ -169,7 +169,7 @@ class Stream:
         with self.replaying(number):
             if isinstance(batch, Tensor):
                 return self.forward(batch)
-            assert self._next_call is not None, "nobody has said how this model's layers hand on"
+            assert self._next_call is not None, "no next_call, but layers exchange more than hidden states"
             return self._next_call(batch, compute_with(self.block))
 
     def learn(self, linears: Collection[str], run: Callable[[], Tensor]) -> None:
@@ -249,7 +249,7 @@ class Stream:
 
     def batch(self, number: int) -> Batch:
         """Return batch `number` of the layer's inputs."""
-        assert self.store is not None, "nobody has said what enters the layer"
+        assert self.store is not None, "no calibration data"
         return self.store[number]
 
     def drop_complete(self) -> None:

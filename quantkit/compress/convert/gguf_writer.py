@@ -32,6 +32,7 @@ from quantkit.errors import AuditError, ModelError, SchemeError, located
 from quantkit.formats.ggml.blocks import PLAIN, block_values, dequantize_blocks, num_bytes, round_to_blocks
 from quantkit.formats.ggml.gguf_file import read_gguf, write_gguf_file
 from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block
+from quantkit.numerics.tensor import QuantizedTensor
 
 # ggml's type of the whole file, keyed by the block type that most matrices have.
 _FILE_TYPES = {
@@ -86,8 +87,8 @@ def write_gguf(
         embedding: GGUF type to which the embedding and the head are rounded, also a key of `MATRIX_BLOCKS`. None = use
             `type_name`, but round the head to q6_k if `type_name` is a smaller K type.
         entries: further metadata, see `write_gguf_file`.
-        progress: called before each tensor with the number of finished tensors, the number of all tensors, and the name
-            of the tensor's module.
+        progress: called twice for each tensor, before its type is chosen and before it is written, with the number of
+            calls before this one, the number of all calls, and the name of the tensor's module.
     Raises:
         SchemeError: no block type can store the codes exactly, or the requested types do not suit the checkpoint.
         ModelError: GGUF does not support the family or the tokenizer.
@@ -98,7 +99,10 @@ def write_gguf(
     has_head = any(tensor.name == "output.weight" for tensor in exported)
     # Choose all types first: the header, which lists them, is written before any tensor.
     asked = (_type_of(tensor, type_name, embedding, has_head=has_head) for tensor in exported)
-    plan = [(tensor, _block(source, tensor, own)) for tensor, own in zip(exported, asked, strict=True)]
+    plan: Typed = []
+    for number, (tensor, own) in enumerate(zip(exported, asked, strict=True)):
+        progress(number, 2 * len(exported), tensor.module)
+        plan.append((tensor, _block(source, tensor, own)))
     metadata = metadata_of(source, model, int(_FILE_TYPES[type_name] if type_name else _file_type(plan)))
     metadata |= entries or {}
     factors = long_range_factors(model)
@@ -108,11 +112,11 @@ def write_gguf(
 
     def contents() -> Iterator[Iterator[memoryview]]:
         for number, (tensor, block) in enumerate(plan):
-            progress(number, len(plan), tensor.module)
+            progress(len(plan) + number, 2 * len(plan), tensor.module)
             yield _bytes(source, tensor, block, model.family.norm_offset)
         if factors is not None:
             yield iter([factors.numpy().data])
-        progress(len(plan), len(plan), "done")
+        progress(2 * len(plan), 2 * len(plan), "done")
 
     digests = write_gguf_file(path, metadata, tensors, contents())
     _read_back(path, tensors, digests)
@@ -213,7 +217,7 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Blo
         scheme = source.linears[tensor.module]
         if scheme.weight.symmetric or scheme.weight.dtype.block is not None:
             return Block[FORMAT.symmetric_block(scheme.weight)]
-        return _encode(source, tensor)[0]  # the zero points decide whether Q4_1 can store the linear
+        return _encode(source, tensor)[1]  # the zero points decide whether Q4_1 can store the linear
     if len(tensor.shape) < 2 or tensor.is_norm or tensor.name == "position_embd.weight":
         return Block.F32  # llama.cpp adds these, or multiplies by them, in float32
     if type_name is None:
@@ -228,7 +232,13 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Blo
 def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: float) -> Iterator[memoryview]:
     """Yield the bytes of one tensor, a few MiB at a time."""
     if tensor.is_quantized:
-        yield _encode(source, tensor)[1].view(-1).numpy().data
+        weight, block, data = _encode(source, tensor)
+        # The gguf package decodes the blocks, so the check does not depend on the encoder.
+        if weight is not None and not torch.equal(
+            dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)
+        ):
+            raise AuditError(f"{tensor.module}: its {block.name} blocks do not decode to the values of the source")
+        yield data.view(-1).numpy().data
         return
     whole = tensor.transposed or tensor.interleave or len(tensor.shape) < 2
     # A matrix whose rows are reordered, or that is transposed, cannot be written in chunks.
@@ -245,20 +255,16 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
         yield round_to_blocks(values, block).view(-1).numpy().data
 
 
-def _encode(source: Source, tensor: ExportedTensor) -> tuple[Block, Tensor]:
-    """Encode a quantized linear as GGUF blocks, and check that they decode to the same values."""
+def _encode(source: Source, tensor: ExportedTensor) -> tuple[QuantizedTensor | None, Block, Tensor]:
+    """Return a quantized linear, its GGUF type and its blocks; None for the linear if the source has blocks already."""
     rows = interleave(torch.arange(tensor.shape[0]), tensor.interleave)
     dtype = source.linears[tensor.module].weight.dtype
     if dtype.block is not None:  # blocks already
         stored = source.reader.tensor(f"{tensor.module}.weight_{dtype.name}")
-        return Block[dtype.name.upper()], stored[rows]
+        return None, Block[dtype.name.upper()], stored[rows]
     weight = source.weight(tensor.module).take_rows(rows)
     with located(tensor.module):
-        block, data = FORMAT.blocks(weight)
-    # The gguf package decodes the blocks, so the check does not depend on the encoder.
-    if not torch.equal(dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)):
-        raise AuditError(f"{tensor.module}: its {block.name} blocks do not decode to the values of the source")
-    return block, data
+        return (weight, *FORMAT.blocks(weight))
 
 
 def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]], digests: Mapping[str, str]) -> None:

@@ -78,7 +78,7 @@ def convert(
         embedding: for "gguf", the type to which an unquantized embedding and head are rounded; None = see `write_gguf`.
         entries: for "gguf", further metadata of the file.
         overwrite: replace an existing output.
-        progress: called before each layer ("gguf": tensor) with the number finished, the total number, and a name.
+        progress: called before each layer ("gguf": see `write_gguf`) with the number finished, the total, and a name.
     Raises:
         SchemeError: the format cannot store the checkpoint exactly; the message says why, and what can store it.
         ModelError, CheckpointError: the checkpoint cannot be read.

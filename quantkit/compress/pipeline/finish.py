@@ -25,7 +25,7 @@ from quantkit.machine.system import peak_bytes
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import MANIFEST
 from quantkit.output.writer import copy_tensors, write_json
-from quantkit.results import CompressionResult, LinearRecord
+from quantkit.results import AdapterRecord, CompressionResult, LinearRecord
 
 
 def finish_run(run: CompressionRun, started: float) -> CompressionResult:
@@ -138,6 +138,19 @@ def _describe(
         calibration=run.samples.record if run.samples else None,
         quantized_share=round(decoder / (decoder + sum(others.values())), 4) if decoder else 0.0,
         unquantized=others,
+        adapter=_adapter_record(plan),
+    )
+
+
+def _adapter_record(plan: Plan) -> AdapterRecord | None:
+    if (adapter := plan.adapter) is None:
+        return None
+    return AdapterRecord(
+        sha256=adapter.digest,
+        rank=adapter.rank,
+        num_linears=len(adapter.updates),
+        base=adapter.base,
+        path=str(adapter.path.absolute()),
     )
 
 
@@ -164,6 +177,8 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
     steady = result.to_dict()  # equal in all runs with one identity: without folder names and times
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
         del steady[key]
+    if plan.adapter is not None:
+        del steady["adapter"]["path"]
     for layer in steady["layers"]:
         del layer["seconds"], layer["peak_bytes"]
     manifest: dict[str, Any] = {

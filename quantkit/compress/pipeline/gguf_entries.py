@@ -13,6 +13,9 @@ from quantkit.errors import CheckpointError
 from quantkit.output.staging import MANIFEST
 from quantkit.safety.untrusted import read_object
 
+ADAPTER_ENTRY = "quantkit.adapter.sha256"
+"""Digest of the adapter that was merged before quantizing; absent if there was none."""
+
 
 def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | float]:
     """Return the `quantkit.*` entries of a GGUF file that a recipe makes.
@@ -23,20 +26,23 @@ def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | f
         codes: finished folder of the run, whose manifest has the digest of the calibration tokens.
     Returns:
         `quantkit.version` and `quantkit.recipe` (YAML that `quantkit quantize` reads). With calibration data, also
-        `quantkit.calibration.sha256` (of the text file) and `quantkit.calibration.tokens_sha256`. If a search wrote the
-        recipe, also `quantkit.measured.*`; see `recipe.schema.Measured`.
+        `quantkit.calibration.sha256` (of the text file) and `quantkit.calibration.tokens_sha256`. With a merged
+        adapter, also `quantkit.adapter.sha256`. If a search wrote the recipe, also `quantkit.measured.*`; see
+        `recipe.schema.Measured`.
     """
     entries: dict[str, str | int | float] = {
         "quantkit.version": own_version("unknown"),
         "quantkit.recipe": _text(recipe),
     }
+    identity = read_object(codes / MANIFEST, CheckpointError)["identity"]
+    if "adapter" in identity:
+        entries[ADAPTER_ENTRY] = str(identity["adapter"])
     if recipe.calibration is not None:
         data = recipe.calibration.data
         file = bundled_calibration(model) if data == "bundled" else Path(data)
         if file.is_file():
             entries["quantkit.calibration.sha256"] = file_digest(file)
-        tokens = read_object(codes / MANIFEST, CheckpointError)["identity"]["calibration"]
-        entries["quantkit.calibration.tokens_sha256"] = str(tokens)
+        entries["quantkit.calibration.tokens_sha256"] = str(identity["calibration"])
     return entries | measured_entries(recipe)
 
 

@@ -48,6 +48,8 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
     }
     if plan.recipe.imatrix is not None:
         identity["imatrix"] = file_digest(Path(plan.recipe.imatrix))
+    if plan.adapter is not None:
+        identity["adapter"] = plan.adapter.digest
     if plan.discovery is not None:
         identity["discovered"] = plan.discovery.identity
     return identity

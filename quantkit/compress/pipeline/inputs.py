@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.algorithms.base import follows_original
@@ -100,10 +99,9 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
 
 def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
     """Yield the `LayerCall` of each sample with images; the towers are in memory only while this runs."""
-    source = open_dense(plan.reader.path)
-    family, skeleton = with_tower_names(plan.family, source), plan.skeleton
+    family, skeleton = with_tower_names(plan.family, plan.source), plan.skeleton
     used = {token for ids in images.token_ids for token in ids}
-    reader = ModelReader.of(source, family)
+    reader = ModelReader.of(plan.source, family)
     stem = ImageStem.load(reader, family, used, dtype=skeleton.dtype, device=skeleton.device)
     for token_ids, inputs in images.inputs():
         yield skeleton.first_call_of(token_ids, stem.inputs(inputs))

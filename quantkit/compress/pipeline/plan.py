@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.checkpoints.adapter import Adapter, merged, read_adapter
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import metadata_files, resolve
 from quantkit.checkpoints.model_reader import ModelReader
@@ -43,6 +44,7 @@ class Plan:
 
     Args:
         model: directory or hub id as given; "demo" for the bundled model.
+        source: reader of the model's files, with the adapter merged.
         reader, skeleton, family, recipe, format: parts of the run.
         layers: for each decoder layer, the schemes of the linears to quantize, keyed by relative name.
         linears: scheme of each linear to quantize, in layers and towers, keyed by full name.
@@ -54,9 +56,11 @@ class Plan:
         output: directory of the finished checkpoint.
         warnings: warnings for the user, one sentence each, such as engines that cannot load the result.
         discovery: structure found in a model without a family file; None if the model has one.
+        adapter: adapter that is merged into the model; None = none.
     """
 
     model: str
+    source: CheckpointReader
     reader: ModelReader
     skeleton: Skeleton
     family: Family
@@ -71,6 +75,7 @@ class Plan:
     heads: dict[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     discovery: Discovery | None = None
+    adapter: Adapter | None = None
 
     @property
     def all_tokens(self) -> bool:
@@ -96,7 +101,12 @@ class Plan:
 
 
 def build_plan(
-    model: str | None, recipe: Recipe, output: str | Path | None, device: str, engine: str | None = None
+    model: str | None,
+    recipe: Recipe,
+    output: str | Path | None,
+    device: str,
+    engine: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Plan:
     """Check that model, recipe and format fit together, and return the plan.
 
@@ -106,19 +116,14 @@ def build_plan(
         output: directory to create; None = `<model>-<recipe>` in the current directory.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         engine: engine that must be able to read the result; None = no particular one.
+        adapter: folder of an adapter to merge into the model; None = none.
     Raises:
         ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
     """
-    source = open_dense(resolve(model))
-    name = "demo" if model is None else model
-    check_cache(recipe, source.config)
-    family, discovery = find_model(source)
-    family = replace(family, mtp=_head_names(source, recipe))
-    _check_calibration(source, discovery, recipe)
+    source, family, discovery, merging = _open_source(model, recipe, adapter)
     reader = _open(source, family, recipe, described=discovery is None)
-    target_device = pick_device(device)
-    dtype = _source_dtype(reader, family)
-    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target_device), target_device)
+    target, dtype = pick_device(device), _source_dtype(reader, family)
+    skeleton = Skeleton(reader, family, pick_compute_dtype(dtype, target), target)
     skeleton.check_tensors()
     parts = _layer_linears(skeleton)
     inside = {f"{part.name}.{name}" for part in parts for name in part.shapes}
@@ -131,21 +136,21 @@ def build_plan(
     leave = Assigned if discovery is None else partial(keep_loadable, reader, format_, parts, ignored)
     stored = partial(_stored_in, reader)
     recipe, made = fit(recipe, family, parts, stored, leave, engine=engine, hidden_size=skeleton.hidden_size)
-    if made.dequantize:
-        family = replace(family, decode_at_load=True)
-    layers = [{name: scheme for name, scheme in schemes.items() if scheme is not None} for schemes in made.schemes]
+    layers = [{name: scheme for name, scheme in schemes.items() if scheme} for schemes in made.schemes]
     by_part = list(zip(parts, layers, strict=True))
     linears = {f"{part.name}.{n}": scheme for part, layer in by_part for n, scheme in layer.items()}
     kept = check_kept(recipe, reader, format_, {n: scheme for n, scheme in linears.items() if n in inside})
-    warnings = (*made.warnings, *reader.notes, *kept)
+    known = () if discovery is None else (discovery.summary,)
     return Plan(
-        model=name,
+        model="demo" if model is None else model,
+        source=source,
+        adapter=merging,
         reader=reader,
         skeleton=skeleton,
-        family=family,
+        family=replace(family, decode_at_load=family.decode_at_load or made.dequantize),
         recipe=recipe,
         format=format_,
-        warnings=warnings if discovery is None else (discovery.summary, *warnings),
+        warnings=(*known, *made.warnings, *reader.notes, *kept),
         layers=tuple(layer for part, layer in by_part if not part.beside),
         linears=linears,
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
@@ -155,6 +160,28 @@ def build_plan(
         output=_target(model, source, recipe, output),
         discovery=discovery,
     )
+
+
+def _open_source(
+    model: str | None, recipe: Recipe, adapter: str | Path | None
+) -> tuple[CheckpointReader, Family, Discovery | None, Adapter | None]:
+    """Open the model and merge the adapter; for the parts of the result, see `Plan`."""
+    source, merging = open_dense(resolve(model)), None
+    check_cache(recipe, source.config)
+    family, discovery = find_model(source)
+    if adapter is not None:
+        merging = read_adapter(adapter, ModelReader.of(source, family))
+        source = merged(source, merging, family)
+    _check_calibration(source, discovery, recipe)
+    return source, replace(family, mtp=_head_names(source, recipe)), discovery, merging
+
+
+def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
+    """Return the linears of each decoder layer."""
+    return [
+        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
+        for i in range(skeleton.num_layers)
+    ]
 
 
 def _check_calibration(source: CheckpointReader, discovery: Discovery | None, recipe: Recipe) -> None:
@@ -216,13 +243,6 @@ def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelRea
     family = with_tower_names(skeleton.family, source)
     reader = ModelReader.of(source, family)
     return reader, Skeleton(reader, family, skeleton.dtype, skeleton.device)
-
-
-def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
-    return [
-        LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
-        for i in range(skeleton.num_layers)
-    ]
 
 
 def _head_names(source: CheckpointReader, recipe: Recipe) -> MTP | None:

@@ -28,6 +28,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.distributed import broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
+from quantkit.inspection import inspect
 from quantkit.machine.devices import threads_within_quota
 from quantkit.machine.system import peak_bytes
 from quantkit.native.openmp_wait import watch_neighbours
@@ -51,6 +52,7 @@ def quantize(
     resume: bool = True,
     overwrite: bool = False,
     engine: str | None = None,
+    adapter: str | Path | None = None,
     listener: Listener = SILENT,
 ) -> CompressionResult:
     """Compress a model layer by layer and write a checkpoint.
@@ -61,12 +63,12 @@ def quantize(
         output: directory to write, or a file if the format is a single file; None = `<model>-<recipe>` in the current
             directory. It is written under another name and renamed after all checks.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" if the layers run on a
-            GPU.
+        activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" on a GPU, else "disk".
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
         engine: name of an engine in `quantkit.engine_rules` that must be able to read the result. If it cannot, the
             recipe is refused before the work starts. None = no particular engine.
+        adapter: folder of a LoRA adapter to merge into the model before anything else; None = none.
         listener: receives progress events.
     Raises:
         InputError: model, recipe, data or output cannot be used.
@@ -75,16 +77,14 @@ def quantize(
     started = time.perf_counter()  # reading headers and data counts as preparing
 
     def compress(output: str | Path | None, overwrite: bool) -> CompressionResult:
-        plan = build_plan(model, recipe, output, device, engine)
+        plan = build_plan(model, recipe, output, device, engine, adapter)
         return _compress([plan], started, activations, resume=resume, overwrite=overwrite, listener=listener)[0]
 
     suffix = FORMATS.load(recipe.format).suffix
     if not suffix or not is_writer():
         return compress(output, overwrite)
     # A single file: quantize to a directory, from which an interrupted run can resume, and convert that directory.
-    from quantkit.compress.convert import convert
-    from quantkit.compress.convert.gguf_writer import check_model
-    from quantkit.compress.convert.source import open_source
+    from quantkit.compress.convert import convert, gguf_writer, source
 
     check_cache(recipe, {})  # a single file cannot describe a KV cache, whatever the model
     folder = resolve(model)
@@ -94,13 +94,14 @@ def quantize(
     kind = f"quantize --format {recipe.format}"
     with open_stage(file, kind, overwrite=overwrite, check=check_gguf, resumable=True) as stage:
         # Refuse a model that the file cannot hold, before hours of work.
-        check_model(open_source(folder))
+        gguf_writer.check_model(source.open_source(folder))
         codes, whole = stage.work.path / f"{file.name}.codes", stage.work.path / file.name
         result = compress(codes, overwrite=True)
         entries = {"general.name": name, **made_by(recipe, folder, codes)}
         written = convert(codes, recipe.format, whole, embedding=recipe.embedding, entries=entries, overwrite=True)
         stage.promote(whole)
-    return replace(result, output=str(file), output_bytes=written.output_bytes)
+    bits = inspect(file).bits_per_weight or result.bits_per_weight  # the file's blocks may be smaller than the groups
+    return replace(result, output=str(file), output_bytes=written.output_bytes, bits_per_weight=bits)
 
 
 def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, device: str) -> None:

@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoints.adapter import adapter_digest
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.algorithms.base import moves_scales
+from quantkit.compress.pipeline.gguf_entries import ADAPTER_ENTRY
 from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.distribution import installed_version
-from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError
+from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError, RequestError
 from quantkit.evaluate.loading import check_same_language
+from quantkit.formats import is_gguf
+from quantkit.formats.ggml.gguf_file import read_gguf
 from quantkit.inspection import inspect, read_manifest, section
 from quantkit.machine.devices import processor_name
 from quantkit.output.staging import MANIFEST, check_text, open_stage
@@ -30,6 +34,7 @@ from quantkit.output.writer import writing
 from quantkit.report.files import SIGNS
 from quantkit.results import CompressionResult, Environment, ModelFacts, Report
 from quantkit.results.gates import parse_gate
+from quantkit.runtime.config import adapter_folders
 from quantkit.safety.untrusted import shorten
 from quantkit.upload import card_entries
 
@@ -47,6 +52,8 @@ class Pair:
         made: contents of quantkit-run.json; empty if there is none.
         gates: gates to check.
         gates_given: whether the user named the gates; otherwise they come from the recipe.
+        has_adapter: whether an adapter was merged into the checkpoint before it was quantized.
+        adapter: folder of this adapter, to be merged into the original too; None = the original is taken as it is.
         hashes: SHA-256 of the checkpoint's files, keyed by name.
         notes: unusual facts, for the user.
     """
@@ -60,12 +67,31 @@ class Pair:
     hashes: dict[str, str]
     notes: tuple[str, ...]
     gates_given: bool = False
+    has_adapter: bool = False
+    adapter: Path | None = None
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Patterns that the recipe ignores."""
         patterns = section(self.manifest, "recipe").get("ignore")
         return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
+
+    @property
+    def merging(self) -> dict[str, Any]:
+        """Keywords of `LLM` that merge the adapter into the original."""
+        return {} if self.adapter is None else {"merge": self.adapter}
+
+    def check_vllm(self) -> None:
+        """Refuse to run the pair in vLLM if an adapter must be merged into the original.
+
+        Raises:
+            RequestError: an adapter must be merged.
+        """
+        if self.adapter is not None:
+            raise RequestError(
+                f"vLLM cannot merge the adapter {self.adapter} into the original; merge them with PEFT's "
+                "merge_and_unload, and give the merged model as --baseline"
+            )
 
     @property
     def moves_scales(self) -> bool | None:
@@ -81,15 +107,23 @@ class Pair:
             return None
 
 
-def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Iterable[str] | None = None) -> Pair:
+def check_pair(
+    checkpoint: str | Path,
+    baseline: str | Path | None,
+    gates: Iterable[str] | None = None,
+    *,
+    adapters: Mapping[str, str | Path] | Iterable[str] = (),
+) -> Pair:
     """Find both models and check that they belong together.
 
     Args:
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = the model that quantkit-run.json names.
         gates: gates to check; None = the recipe's gates.
+        adapters: adapters that the user named, see `EngineConfig`. If an adapter was merged into the checkpoint, the
+            first one is this adapter, which is now elsewhere.
     Raises:
-        ModelError, DataError: a model does not exist, or the vocabularies differ.
+        ModelError, DataError: a model or a merged adapter does not exist, or the vocabularies differ.
         CheckpointError: a file is damaged, or has changed since it was written.
         GateError: a gate is not valid.
     """
@@ -105,6 +139,13 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         raise ModelError(f"{path} is its own baseline; give the original model as --baseline")
     # Headers before hashes: a wrong pair is reported without reading the weights.
     _check_vocabularies(reader, original)
+    digest = merged_digest(path, manifest)
+    adapter: Path | None = None
+    of_adapter: tuple[str, ...] = ()
+    if digest is not None:
+        named = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
+        known = section(section(manifest, "identity"), "source")
+        adapter, of_adapter = _adapter(path, digest, named, None if baseline is None else original, known)
     hashes, notes = check_files(reader, manifest)
     return Pair(
         path=path,
@@ -114,9 +155,53 @@ def check_pair(checkpoint: str | Path, baseline: str | Path | None, gates: Itera
         made=made,
         gates=check_gates(_gates(path, manifest)) if given is None else given,
         hashes=hashes,
-        notes=notes,
+        notes=(*notes, *of_adapter),
         gates_given=given is not None,
+        has_adapter=digest is not None,
+        adapter=adapter,
     )
+
+
+def merged_digest(path: Path, manifest: Mapping[str, Any]) -> str | None:
+    """Return the digest of the adapter that was merged into a checkpoint before it was quantized; None = none was.
+
+    Args:
+        path: directory of the checkpoint, or a GGUF file.
+        manifest: contents of quantkit.json.
+    """
+    digest = section(manifest, "identity").get("adapter")
+    if is_gguf(path):
+        digest = read_gguf(path).metadata.get(ADAPTER_ENTRY)
+    return digest if isinstance(digest, str) else None
+
+
+def _adapter(
+    path: Path, digest: str, named: Any, given: CheckpointReader | None, known: Mapping[str, Any]
+) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the folder of the adapter to merge into the original, and a note about it.
+
+    Args:
+        path: directory of the checkpoint.
+        digest: digest of the adapter that was merged into it.
+        named: folder of the adapter, as the user or quantkit-run.json says.
+        given: reader of the original, if the user named it. Other files than those that the adapter was merged into
+            are taken to have the adapter already.
+        known: digests of the files that the adapter was merged into, keyed by name; empty = unknown.
+    """
+    if given is not None and known and any(known.get(file.name) != file_digest(file) for file in given.files):
+        name = given.path.name
+        note = f"{name} has other weights than the model that the adapter was merged into, so it is taken as it is."
+        return None, (note,)
+    if not isinstance(named, str | Path) or not Path(named).is_dir():
+        where = f", which is not at {shorten(named)}" if named else ""
+        raise ModelError(f"{path} has a merged adapter (SHA-256 {digest[:12]}...){where}; give its folder as --adapter")
+    folder = Path(named)
+    if (own := adapter_digest(folder)) != digest:
+        raise CheckpointError(
+            f"{folder} is not the adapter that was merged into {path}: its SHA-256 is {own[:12]}... instead of "
+            f"{digest[:12]}...; give the folder of that adapter as --adapter"
+        )
+    return folder, (f"The original is {folder.name} merged into the model that the checkpoint was made from.",)
 
 
 def check_gates(gates: Iterable[str]) -> tuple[str, ...]:

@@ -21,19 +21,14 @@ from quantkit.benchmark.run import check_target, find_ceilings, load_target, mea
 from quantkit.distributed import share_out
 from quantkit.errors import ModelError, RequestError, first_line
 from quantkit.evaluate import sensitivity
+from quantkit.evaluate.acceptance import check_heads, compare_acceptance
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
 from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
 from quantkit.evaluate.lm_eval_run import import_language_model
 from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import (
-    answer_prompts,
-    behaviour_plan,
-    check_evaluation,
-    check_items,
-    evaluate,
-)
+from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, check_items, evaluate
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
 from quantkit.machine.memory import release_freed_memory
@@ -108,13 +103,20 @@ def check_options(options: VerifyOptions) -> None:
             )
 
 
-def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: Progress = lambda _: None) -> Report:
+def verify_pair(
+    pair: Pair,
+    options: VerifyOptions | None = None,
+    *,
+    progress: Progress = lambda _: None,
+    keep: Callable[[Report], object] = lambda _: None,
+) -> Report:
     """Compare a checkpoint with its original and check the gates.
 
     Args:
         pair: the checked pair; see `check_pair`.
         options: options of the verification; None = the defaults.
         progress: called with lines of progress.
+        keep: called with the report so far, before the sensitivity map is made, which may take long.
     Raises:
         DataError: tasks or texts are not available.
         RequestError: a timed request does not fit the models.
@@ -122,12 +124,20 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
     """
     options = options or VerifyOptions()
     check_options(options)
-    verification = _Verification(pair=pair, options=options, progress=progress)
+    if options.vllm is not None:
+        pair.check_vllm()
+    verification = _Verification(pair=pair, options=options, progress=progress, keep=keep)
     bench = options.bench
     if bench is not None and options.vllm is None:  # must fit both models before either is loaded
         for path, engine in verification.sides:
             check_target(path, bench, engine)
+    drafts = options.engine.get("speculate") == "mtp"
+    if drafts:
+        check_heads(verification.sides)
     report, text = verification.answers() if options.vllm is None else verification.served_answers(options.vllm)
+    if drafts:
+        accepted = compare_acceptance(verification.sides, text, progress)
+        report = replace(report, comparisons=(*report.comparisons, *accepted))
     # Collect garbage now, or it would count towards the memory of the timed models.
     gc.collect()
     release_freed_memory()
@@ -135,20 +145,7 @@ def verify_pair(pair: Pair, options: VerifyOptions | None = None, *, progress: P
         timed = verification.timed if options.vllm is None else verification.served_timed
         # One rank of a distributed run has the machine to itself; the others wait for what it measures.
         (report,) = share_out([report], partial(timed, bench), owners=[0])
-    made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return replace(
-        report,
-        # Checked again, because the numbers for gates about speed and memory are known only now.
-        gates=tuple(evaluate_gates(report, verification.gates(report))),
-        environment=environment(
-            pair,
-            text,
-            device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
-            seeds={"evaluation": options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
-            command=options.command,
-            created=made,
-        ),
-    )
+    return verification.completed(report, text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,12 +155,15 @@ class _Verification:
     pair: Pair
     options: VerifyOptions
     progress: Progress
+    keep: Callable[[Report], object]
 
     @property
     def sides(self) -> tuple[tuple[Path, dict[str, Any]], tuple[Path, dict[str, Any]]]:
         """(directory, keywords of `LLM`) of the checkpoint and of the original."""
-        engine = {name: value for name, value in self.options.engine.items() if value is not None}
-        return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine))
+        # If the checkpoint has an adapter already, --adapter says where it is.
+        left_out = ("adapters", "adapter") if self.pair.has_adapter else ()
+        engine = {k: value for k, value in self.options.engine.items() if value is not None and k not in left_out}
+        return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine) | self.pair.merging)
 
     def answers(self) -> tuple[Report, str]:
         """Run tasks, perplexity, fidelity and sensitivity; return the report and the content of the text on which
@@ -187,7 +187,28 @@ class _Verification:
         notes = (*of_prompts, *llm.notes)
         distances_fields = {"fidelity": distances, "noise_fidelity": noise_fidelity, "behaviour": behaviour}
         report = self._report(note, notes, **answers, **distances_fields)
+        asked_for = self.options.sensitivity
+        if not (sensitivity.failed_accuracy(report) if asked_for is None else asked_for):
+            return report, text
+        early = "This report was written before the sensitivity map was made and the models were timed."
+        self.keep(replace(self.completed(report, text), notes=(*report.notes, early)))
         return self._with_sensitivity(llm, original, windows, report), text
+
+    def completed(self, report: Report, text: str) -> Report:
+        """Add the environment, and check the gates again, because gates about speed and memory need the timing."""
+        bench = self.options.bench
+        return replace(
+            report,
+            gates=tuple(evaluate_gates(report, self.gates(report))),
+            environment=environment(
+                self.pair,
+                text,
+                device="cpu" if report.benchmark is None else report.benchmark.device or "cpu",
+                seeds={"evaluation": self.options.evaluation.seed or 0, "workload": bench.seed if bench else 0},
+                command=self.options.command,
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            ),
+        )
 
     def _distances(self, llm: LLM, original: LLM, windows: Windows, data: str) -> FidelityResult:
         subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
@@ -207,7 +228,7 @@ class _Verification:
         return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
 
     def _report(self, of_text: Iterable[str], of_run: Iterable[str], **fields: Any) -> Report:
-        """Build the report of these results and check the gates; failed accuracy gates cause a sensitivity map."""
+        """Build the report of these results and check the gates."""
         pair, ours, baseline = self.pair, fields["evaluation"], fields["baseline"]
         report = Report(
             model=model_facts(pair.path, pair.path.resolve().name),
@@ -245,11 +266,10 @@ class _Verification:
         ours = answer_prompts(llm, own, lambda line: self.progress(f"checkpoint: {line}"))
         subject = "margins of the original's decisions"
         self.progress(subject)
-
-        def say(line: str) -> None:
-            self.progress(f"{subject}: {line}")
-
-        return compare_behaviour(llm, original, own, (theirs, ours), say), (theirs, ours), notes
+        compared = compare_behaviour(
+            llm, original, own, (theirs, ours), lambda line: self.progress(f"{subject}: {line}")
+        )
+        return compared, (theirs, ours), notes
 
     def _evaluate(
         self,
@@ -268,13 +288,8 @@ class _Verification:
         return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"), traces=traces, share=share)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
-        """Add a sensitivity map to the report if it was requested or an accuracy gate failed.
-
-        If the map was not requested and cannot be made, add a note instead.
-        """
+        """Add a sensitivity map to the report; a note instead if it was not requested and cannot be made."""
         asked = self.options.sensitivity
-        if not (sensitivity.failed_accuracy(report) if asked is None else asked):
-            return report
         assert report.fidelity is not None
         try:
             measured = sensitivity.sensitivity_map(

@@ -66,6 +66,19 @@ void qk_add_norm_row(const void *x, const void *residual, const void *weight, vo
     else add_norm_row(x, residual, weight, normed, total, width, QK_BF16, eps, offset);
 }
 
+QK_INLINE void add_row(void *x, const void *added, QkRange columns, int type) {
+    for (int64_t k = columns.first; k < columns.last; k += 16) {
+        __mmask16 lanes = qk_lanes(k, columns.last);
+        qk_store_state(x, k, type, lanes,
+                       _mm512_add_ps(qk_load_state(x, k, type, lanes), qk_load_state(added, k, type, lanes)));
+    }
+}
+
+void qk_add_row(void *x, const void *added, QkRange columns, int type) {
+    if (type == QK_F32) add_row(x, added, columns, QK_F32);
+    else add_row(x, added, columns, QK_BF16);
+}
+
 /* All arrays are dense. */
 QK_EXPORT void qk_add_rms_norm(const void *x, const void *residual, const void *weight, void *normed, void *total,
                                int64_t rows, int64_t width, double eps, double offset, int type, int threads) {

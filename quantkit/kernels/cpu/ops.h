@@ -9,6 +9,9 @@ void qk_norm_row(const void *x, const void *weight, void *out, int64_t width, in
 void qk_add_norm_row(const void *x, const void *residual, const void *weight, void *normed, void *total, int64_t width,
                      int type, float eps, float offset);
 
+/* x += added, in some columns of a row; columns.first is a multiple of 16. */
+void qk_add_row(void *x, const void *added, QkRange columns, int type);
+
 /* Rotate channel i with channel i + half. */
 void qk_rotate_head(void *states, const float *cos, const float *sin, int64_t half, int type);
 

@@ -12,7 +12,7 @@
 #include <omp.h>
 #endif
 
-enum { NORM, LINEAR, LINEAR_INT8, ATTENTION, GATE };
+enum { NORM, LINEAR, LINEAR_INT8, ATTENTION, GATE, ADD };
 enum { SPINS = 4000 }; /* a few tens of microseconds */
 
 /* An operation on the rows of a step, one row per sequence. Buffers are dense, except for `stride`. */
@@ -22,7 +22,7 @@ typedef struct {
     const void *x;             /* input */
     void *residual;            /* norm: added to x, and replaced by the sum; NULL: none */
     void *out;
-    int64_t width, stride;     /* norm, gate: channels of an output row; product: elements between output rows */
+    int64_t width, stride;     /* norm, gate, add: channels of an output row; product: elements between output rows */
     int64_t choice;            /* product: type that inputs are rounded to; gate: activation */
     double eps, offset;
 } Op;
@@ -77,10 +77,22 @@ static void run_norm(const Op *op, int64_t rows, int type, int thread, int threa
     }
 }
 
+/* A thread's share of the columns of each row. */
+static QkRange own_columns(const Op *op, int thread, int threads) {
+    QkRange blocks = qk_share((op->width + 15) / 16, thread, threads);
+    return (QkRange){blocks.first * 16, qk_min(blocks.last * 16, op->width)};
+}
+
+static void run_add(const Op *op, int64_t rows, int type, int thread, int threads) {
+    int64_t bytes = op->width * qk_state_bytes(type);
+    QkRange columns = own_columns(op, thread, threads);
+    for (int64_t row = 0; row < rows; row++)
+        qk_add_row((char *)op->out + row * bytes, (const char *)op->x + row * bytes, columns, type);
+}
+
 static void run_gate(const Op *op, int64_t rows, int type, int thread, int threads) {
     int64_t bytes = op->width * qk_state_bytes(type);
-    QkRange blocks = qk_share((op->width + 15) / 16, thread, threads);
-    QkRange columns = {blocks.first * 16, qk_min(blocks.last * 16, op->width)};
+    QkRange columns = own_columns(op, thread, threads);
     for (int64_t row = 0; row < rows; row++)
         qk_gate_row((const char *)op->x + 2 * row * bytes, (char *)op->out + row * bytes, op->width, columns,
                     (int)op->choice, type);
@@ -127,6 +139,7 @@ static int run_op(const Program *p, const Op *op, int thread, int threads) {
     case LINEAR: return qk_linear_share(&product, thread, threads);
     case LINEAR_INT8: return qk_linear_int8_share(&product, thread, threads);
     case ATTENTION: return run_attention(p, op, thread, threads);
+    case ADD: run_add(op, rows, type, thread, threads); return 0;
     default: run_gate(op, rows, type, thread, threads); return 0;
     }
 }

@@ -23,7 +23,7 @@ from quantkit.kernels.types import AttentionOptions
 
 # Below this many products per linear, threads would wait for each other longer than they compute.
 _PARALLEL_FROM = 1 << 16
-_NORM, _LINEAR, _LINEAR_INT8, _ATTENTION, _GATE = range(5)
+_NORM, _LINEAR, _LINEAR_INT8, _ATTENTION, _GATE, _ADD = range(6)
 Array = np.ndarray[Any, Any]
 
 
@@ -159,6 +159,10 @@ class Program:
     def gate(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
         """Record `ops.gated` for an activation in `ops.GATES`."""
         self._add(_GATE, None, gate_up, out, width=out.shape[1], choice=GATES[activation])
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        """Record `out += x`."""
+        self._add(_ADD, None, x, out, width=out.shape[1])
 
     def _add(self, kind: int, what: int | None, x: Tensor, out: Tensor, *, meets: bool = True, **fields: Any) -> None:
         self._ops.append(_Op(kind=kind, meets=meets, what=what, x=x.data_ptr(), out=out.data_ptr(), **fields))

@@ -28,6 +28,7 @@ from quantkit.results.statistics.paired import (
 ALL_TASKS = "all tasks"
 ANSWER_LENGTH = "answer length"
 BEHAVIOUR = "behaviour"
+ACCEPTANCE = "accepted drafts"
 LENGTH_BAND = (0.90, 1.10)  # mean answer length relative to the original's; limits as in MLPerf Inference
 SIGNIFICANCE = 1 - CONFIDENCE
 

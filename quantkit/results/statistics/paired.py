@@ -49,9 +49,9 @@ def binomial_pmf(successes: int, trials: int, chance: float = 0.5) -> float:
     return math.exp(ways + successes * math.log(chance) + (trials - successes) * math.log1p(-chance))
 
 
-def binomial_cdf(successes: int, trials: int, chance: float = 0.5) -> float:
-    """Return the probability of at most this many successes in `trials`."""
-    return min(1.0, math.fsum(binomial_pmf(k, trials, chance) for k in range(successes + 1)))
+def binomial_cdf(successes: int, trials: int) -> float:
+    """Return the probability of at most this many successes in `trials` with even chances."""
+    return min(1.0, math.fsum(binomial_pmf(k, trials) for k in range(successes + 1)))
 
 
 def student_cdf(t: float, freedom: float) -> float:

@@ -2,6 +2,8 @@
 
     key(page 0) = H(root, its tokens)     key(page i) = H(key(page i - 1), its tokens)     root = H(model, KV format)
 
+A sequence with an adapter has the root H(root, adapter), so the pages of one adapter are never found by another.
+
 H is BLAKE2b with 128 bits, so equal keys mean equal token histories and no tokens are compared on a hit. Three rules
 keep results exact. At least one token is left to compute, because its logits are needed. A page is published only after
 the step that filled it. A page is published only if all its tokens are final; unverified drafts are not. With a KV
@@ -12,6 +14,8 @@ Source: the block hash of vLLM (Kwon et al. 2023, PagedAttention), with the KV f
 import hashlib
 import sys
 from array import array
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from quantkit.runtime.cache.pages import PagePool
 from quantkit.runtime.sequence import Sequence
@@ -28,10 +32,18 @@ class PrefixCache:
         identity: everything else that determines a page's bytes: model and KV format.
         enabled: False = find and publish nothing.
         most: share at most this many tokens from the start of a sequence; None = all.
+        adapters: digest of each adapter that sequences may have, keyed by name.
     """
 
     def __init__(
-        self, pool: PagePool, page_size: int, *, identity: str = "", enabled: bool = True, most: int | None = None
+        self,
+        pool: PagePool,
+        page_size: int,
+        *,
+        identity: str = "",
+        enabled: bool = True,
+        most: int | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.enabled = enabled
         self.num_hit_tokens = 0
@@ -39,7 +51,9 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._most_pages = sys.maxsize if most is None else most // page_size
-        self._root = _digest(b"", identity.encode())
+        root = _digest(b"", identity.encode())
+        self._roots: dict[str | None, bytes] = {None: root}
+        self._roots |= {name: _digest(root, digest.encode()) for name, digest in adapters.items()}
 
     def match(self, sequence: Sequence) -> list[int]:
         """Return cached pages that hold the beginning of a sequence, without adding references to them.
@@ -98,7 +112,7 @@ class PrefixCache:
             # Numbers of a fixed width: with a variable one, two different histories could give the same bytes.
             tokens = array("q", sequence.ids[start : start + size])
             assert len(tokens) == size, "only full pages have a key"
-            keys.append(_digest(keys[-1] if keys else self._root, tokens.tobytes()))
+            keys.append(_digest(keys[-1] if keys else self._roots[sequence.adapter], tokens.tobytes()))
         return keys[index]
 
 

@@ -15,19 +15,15 @@ from quantkit.models.kv_budget import KVBudget, fitting_page_size
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.sizing import Capacity, kv_budget, size_pool
 from quantkit.runtime.config import EngineConfig
+from quantkit.runtime.engine.draft_model import DraftModelProposer, check_draft
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.speculation import (
-    DraftModelProposer,
-    NgramProposer,
-    Proposer,
-    SpeculationController,
-    check_draft,
-    check_states,
-)
+from quantkit.runtime.engine.mtp_proposer import MTPProposer
+from quantkit.runtime.engine.speculation import NgramProposer, Proposer, SpeculationController, check_states
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.loader import pick_dtype, read_headers
 from quantkit.runtime.model.model import Model, NativeModel, config_layouts
+from quantkit.runtime.model.mtp import find_draft_head
 
 
 def fit_pages(path: Path, config: EngineConfig) -> EngineConfig:
@@ -66,7 +62,12 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
         ModelError, CheckpointError: the path holds no model, or an invalid one.
     """
     kv_scheme(config.kv_cache)  # refuses an unknown name, whatever runs the model
-    if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device)) is None:
+    mtp = config.speculate == "mtp"
+    if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device, mtp=mtp)) is None:
+        if mtp:
+            raise RequestError(
+                f"{path}: transformers runs this model, without its MTP head; set speculate to ngram, or leave it out"
+            )
         return None
     model, layouts = read
     drafting = None if draft is None else _read(draft, None, config, device)
@@ -98,23 +99,27 @@ def _plan_pool(
         device: device of the pool.
     """
     if config.kv_budget is not None:
-        _check_eviction(layouts, has_draft=drafts is not None)
+        _check_eviction(layouts, has_draft=drafts is not None or config.speculate == "mtp")
     # Both caches share one memory budget and get equally many pages: the draft model follows the same sequences.
     num_pages = size_pool([*layouts, *(drafts or ())], config, max_length, device)
     return num_pages, kv_budget(config, max_length, num_pages, window)
 
 
 def _read(
-    path: Path, kv_cache: str | None, config: EngineConfig, device: torch.device
+    path: Path, kv_cache: str | None, config: EngineConfig, device: torch.device, *, mtp: bool = False
 ) -> tuple[ModelConfig, list[Layout]] | None:
-    """Return a model's config and the KV layouts of its layers; None if only transformers can run the model."""
+    """Return a model's config and the KV layouts of its layers; None if only transformers can run the model.
+
+    With `mtp`, the layer of the model's MTP head is included.
+    """
     reader = CheckpointReader(path)
     try:
         model, _, _ = read_headers(reader)
     except NotNative:
         return None
     dtype, _ = pick_dtype(config.dtype, reader, device)
-    return model, config_layouts(model, read_stored_cache(reader, model), kv_cache, config.page_size, dtype)
+    head = find_draft_head(model, reader) if mtp else None
+    return model, config_layouts(model, read_stored_cache(reader, model), kv_cache, config.page_size, dtype, head)
 
 
 def build_engine(
@@ -131,7 +136,8 @@ def build_engine(
     Args:
         model: model to run.
         config: settings.
-        draft: model that proposes draft tokens; None = n-grams propose them, if there is a controller.
+        draft: model that proposes draft tokens; None = the model's MTP head or n-grams propose them, as the
+            settings say, if there is a controller.
         controller: chooses the number of draft tokens; None = no speculation.
         tokenizer: see `Engine`.
         identity: identity of the model, for the prefix cache.
@@ -158,6 +164,9 @@ def build_engine(
         return KVCache(layouts, num_pages, config.max_sequences, device) if layouts else None
 
     proposer: Proposer | None = None if controller is None else NgramProposer()
+    if config.speculate == "mtp":
+        assert isinstance(model, NativeModel) and model.mtp is not None, "`predict_capacity` refuses other models"
+        proposer = MTPProposer(model)
     if draft is not None:
         draft_cache = cache(drafts or (), draft.device)
         proposer = DraftModelProposer(draft, draft_cache, config, num_pages=num_pages, vocab_size=model.vocab_size)
@@ -175,7 +184,7 @@ def build_engine(
 
 
 def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
-    """Refuse a KV budget if the model or the draft model keeps everything, so that eviction would free nothing.
+    """Refuse a KV budget if the model, or what drafts, keeps everything, so that eviction would free nothing.
 
     Raises:
         RequestError: eviction would free nothing; the message says why.
@@ -187,8 +196,8 @@ def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
         raise RequestError(f"kv_budget: the model keeps {kept}, which cannot be evicted; leave kv_budget out")
     if has_draft:
         raise RequestError(
-            "kv_budget does not work with a draft model, because a draft model keeps all keys and values of a sequence"
-            "; set speculate to ngram, or leave kv_budget out"
+            "kv_budget does not work with a draft model or an MTP head, which keep all keys and values of a sequence; "
+            "set speculate to ngram, or leave kv_budget out"
         )
 
 

@@ -5,7 +5,8 @@ element. The builder writes into arrays that live as long as the engine; the ten
 batch is therefore valid until the next one is built. For other devices, one asynchronous copy transfers the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Many
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from quantkit.kernels.transfer import send
 from quantkit.kernels.types import ForwardBatch
-from quantkit.runtime.sequence import PageHolder
+from quantkit.runtime.sequence import PageHolder, Sequence
 
 Array = np.ndarray[Any, Any]
 
@@ -45,9 +46,37 @@ class ScheduledChunk(NamedTuple):
     num_logits: int
 
 
-def is_decode_step(chunks: Sequence[ScheduledChunk]) -> bool:
+def is_decode_step(chunks: Many[ScheduledChunk]) -> bool:
     """Whether every chunk consists of one token whose logits are needed."""
     return all(len(chunk.tokens) == 1 == chunk.num_logits for chunk in chunks)
+
+
+def last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
+    """Return the indices of each chunk's last rows in the logits of all chunks.
+
+    Args:
+        chunks: chunks of the step.
+        counts: number of last rows of each chunk.
+    """
+    ends = accumulate(chunk.num_logits for chunk in chunks)
+    return [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+
+
+def following_tokens(work: tuple[Sequence, int], chosen: list[int]) -> list[int]:
+    """Return the tokens that follow the tokens of a sequence's chunk, before the chosen ones are appended.
+
+    A prompt that is only scored ends without a chosen token; token 0 then stands for what would follow.
+    """
+    sequence, count = work
+    known = sequence.ids[sequence.num_computed + 1 : sequence.num_computed + count + 1]
+    return (known + (chosen or [0]))[:count]
+
+
+def chunk_of(sequence: Sequence, count: int) -> ScheduledChunk:
+    """Return a sequence's chunk in the next step: `count` known tokens, then the drafts."""
+    start, end = sequence.num_computed, sequence.num_computed + count
+    num_logits = end - max(start, sequence.first_row)
+    return ScheduledChunk(sequence, sequence.ids[start:end] + sequence.drafts, start, max(0, num_logits))
 
 
 class _Buffer:
@@ -85,7 +114,7 @@ class BatchBuilder:
         # Enough for decode steps with a few drafts each; the first prompt makes the buffers grow.
         self._reserve(4 * max_sequences)
 
-    def build(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+    def build(self, chunks: Many[ScheduledChunk]) -> ForwardBatch:
         """Return the batch of these chunks; it is valid until the next call."""
         query_lengths = tuple([len(chunk.tokens) for chunk in chunks])
         evicted = [chunk.holder.num_evicted for chunk in chunks]
@@ -135,6 +164,7 @@ class BatchBuilder:
             context_lengths=context_lengths,
             text_lengths=text_lengths,
             sequence_ids=tuple([chunk.holder.id for chunk in chunks]),
+            adapters=tuple([chunk.holder.adapter for chunk in chunks]),
         )
 
     def _fill(self, chunk: ScheduledChunk, at: int) -> None:
@@ -164,7 +194,7 @@ class BatchBuilder:
         row[known : len(holder.pages)] = holder.pages[known:]
         holder.num_table_entries = len(holder.pages)
 
-    def table_of(self, chunks: Sequence[ScheduledChunk], width: int) -> Array:
+    def table_of(self, chunks: Many[ScheduledChunk], width: int) -> Array:
         """Return the first `width` page numbers of each chunk's sequence, (len(chunks), width) int32.
 
         The array is valid until the next call.
@@ -174,7 +204,7 @@ class BatchBuilder:
                 self._tabulate(chunk.holder)
         return self._rows_of(chunks, width)
 
-    def _rows_of(self, chunks: Sequence[ScheduledChunk], width: int) -> Array:
+    def _rows_of(self, chunks: Many[ScheduledChunk], width: int) -> Array:
         if len(chunks) == 1:
             # A view: indexing with a list would copy the row in every step of a single sequence.
             row = chunks[0].holder.row

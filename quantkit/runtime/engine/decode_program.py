@@ -21,6 +21,7 @@ from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.types import Linear
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, is_decode_step
+from quantkit.runtime.model.adapters import AdaptedLinear
 from quantkit.runtime.model.layers import MLP, Attention, Block, Norm, RMSNorm, SideBySide
 from quantkit.runtime.model.model import NativeModel
 
@@ -39,17 +40,24 @@ class DecodeProgram:
         max_sequences: maximum number of sequences in one batch.
     Raises:
         Unsupported: the model has a part that no program covers.
+    Attributes:
+        hidden: see `NativeModel.compute`; of the last step, with unused rows behind its own.
     """
 
     def __init__(self, model: NativeModel, cache: KVCache, builder: BatchBuilder, *, max_sequences: int) -> None:
         self._model, self._cache, self._builder, self._most = model, cache, builder, max_sequences
-        self._prepare(1)
-
-    def _prepare(self, rows: int) -> None:
-        self._angles = [AngleTable() for _ in self._model.tables]
-        self._program, self._stream, self._scores = record(self._model, self._cache, self._angles, rows)
-        self._tokens = np.zeros(rows, dtype=np.int64)
+        self._angles = [AngleTable() for _ in model.tables]
+        self._tokens = np.zeros(max_sequences, dtype=np.int64)
         self._token_ids = torch.from_numpy(self._tokens)
+        self.hidden: Tensor | None = None
+        self._recorded: dict[
+            str | None, tuple[Program, Tensor, Tensor, Tensor]
+        ] = {}  # keyed by the name of the adapter
+        for adapter in (None, *model.adapters.by_name):
+            self._prepare(adapter, 1)
+
+    def _prepare(self, adapter: str | None, rows: int) -> None:
+        self._recorded[adapter] = record(self._model, self._cache, self._angles, rows, adapter)
 
     def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
         """Return the logits of a decode step.
@@ -57,23 +65,26 @@ class DecodeProgram:
         Args:
             chunks, tokens: see `Runner.step`.
         Returns:
-            Logits of each chunk, valid until the next call; None if this is not a decode step, or if a sequence is so
-            long that the wavelengths of its rotary embedding depend on its length.
+            Logits of each chunk, valid until the next call; None if this is not a decode step, if sequences have
+            different adapters, or if a sequence is so long that the wavelengths of its rotary embedding depend on its
+            length.
         """
         if not is_decode_step(chunks) or not self._update_angles(1 + max(chunk.start for chunk in chunks)):
             return None
-        count, size = len(chunks), self._cache.page_size
-        if count > self._program.rows:
-            self._prepare(min(self._most, 1 << (count - 1).bit_length()))
-            self._update_angles(0)
-        program = self._program
+        count, size, adapter = len(chunks), self._cache.page_size, chunks[0].holder.adapter
+        if any(chunk.holder.adapter != adapter for chunk in chunks):
+            return None
+        if count > self._recorded[adapter][0].rows:
+            self._prepare(adapter, min(self._most, 1 << (count - 1).bit_length()))
+        program, stream, hidden, scores = self._recorded[adapter]
+        self.hidden = None if self._model.mtp is None else hidden
         for index, (holder, new, start, _) in enumerate(chunks):
             self._tokens[index], program.positions[index] = new[0], start
             program.contexts[index], program.residual_rows[index] = start - holder.num_evicted + 1, holder.row
         longest = -(-int(program.contexts[:count].max()) // size)
-        self._stream[:count] = self._model.embed(self._token_ids[:count] if tokens is None else tokens)
+        stream[:count] = self._model.embed(self._token_ids[:count] if tokens is None else tokens)
         program.run(count, self._builder.table_of(chunks, longest))
-        return self._model.scaled_logits(self._scores[:count])
+        return self._model.scaled_logits(scores[:count])
 
     def _update_angles(self, length: int) -> bool:
         """Give the program the angles of positions below `length`.
@@ -89,8 +100,8 @@ class DecodeProgram:
 
 
 def record(
-    model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], rows: int
-) -> tuple[Program, Tensor, Tensor]:
+    model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], rows: int, adapter: str | None = None
+) -> tuple[Program, Tensor, Tensor, Tensor]:
     """Record a decode step of a model.
 
     Args:
@@ -98,9 +109,10 @@ def record(
         cache: KV cache.
         angles: an angle table for each rotary embedding of the model; their addresses are set before each step.
         rows: maximum number of sequences.
+        adapter: name of the adapter that all sequences use; None = the base model.
     Returns:
-        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffer, the head's
-        scores (rows, V).
+        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffers, the hidden
+        states (rows, H) after the final norm and the output projection's scores (rows, V).
     Raises:
         Unsupported: the model has a part that no program covers.
     """
@@ -110,20 +122,28 @@ def record(
         f"there are no C kernels for {model.dtype} on {model.device}",
     )
     _require(model.streams is None, "several residual streams")
-    recorder = _Recorder(model, cache, angles, Program(rows, model.dtype))
+    recorder = _Recorder(model, cache, angles, Program(rows, model.dtype), adapter)
     pending: Tensor | None = None
     for block in model.blocks:
         if not isinstance(block, Block):
             raise Unsupported("several residual streams")
         pending = recorder.block(block, pending)
-    return recorder.program, recorder.stream, recorder.head(pending)
+    return recorder.program, recorder.stream, *recorder.head(pending)
 
 
 class _Recorder:
     """Records the kernel calls of a model's parts; each buffer is named after the values that it holds."""
 
-    def __init__(self, model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], program: Program) -> None:
+    def __init__(
+        self,
+        model: NativeModel,
+        cache: KVCache,
+        angles: Sequence[AngleTable],
+        program: Program,
+        adapter: str | None,
+    ) -> None:
         self._model, self._cache, self._angles, self.program = model, cache, angles, program
+        self._adapter = adapter
         self.stream = program.buffer("stream", model.config.hidden_size)
 
     def block(self, block: Block, pending: Tensor | None) -> Tensor:
@@ -144,10 +164,10 @@ class _Recorder:
             self._norm(block.output_norm, added, out=added)
         return added
 
-    def head(self, pending: Tensor | None) -> Tensor:
-        """Record the final norm and the output head; return the buffer of the head's scores."""
+    def head(self, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Record the final norm and the output head; return the buffers of the norm's outputs and the head's scores."""
         normed = self._norm(self._model.final_norm, self.stream if pending is None else pending, pending is not None)
-        return self._linear(self._model.head, normed, "scores")
+        return normed, self._linear(self._model.head, normed, "scores")
 
     def _attention(self, block: Block, attention: Attention, entered: Tensor) -> Tensor:
         paged, options = self._cache.attention[attention.layer], attention.options
@@ -196,6 +216,12 @@ class _Recorder:
         return out
 
     def _linear(self, linear: Linear, x: Tensor, name: str) -> Tensor:
+        if isinstance(linear, AdaptedLinear):
+            out, update = self._linear(linear.base, x, name), linear.updates.get(self._adapter or "")
+            if update is not None:
+                down, up = update
+                self.program.add(self._linear(up, self._linear(down, x, "low rank"), f"update of {name}"), out)
+            return out
         parts = linear.linears if isinstance(linear, SideBySide) else (linear,)
         natives = [part for part in parts if isinstance(part, NativeLinear) and part.dtype == self._model.dtype]
         _require(len(natives) == len(parts), f"a linear that no C kernel computes: {linear.description}")

@@ -27,7 +27,7 @@ from quantkit.runtime.cache.prefix_cache import PrefixCache
 from quantkit.runtime.cache.sizing import Capacity
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.detokenizer import TextStream, decoder
-from quantkit.runtime.engine.batch_builder import ScheduledChunk
+from quantkit.runtime.engine.batch_builder import ScheduledChunk, chunk_of, following_tokens, last_rows
 from quantkit.runtime.engine.overlap import InFlightStep, Overlap
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.scheduler import Scheduler, Work
@@ -80,7 +80,8 @@ class Engine:
             policy = policies.REGISTRY.load(config.kv_policy or policies.DEFAULT)
             self.eviction = Evictor(budget, policy, self.pool, cache)
         most = None if budget is None else budget.tokens - 1  # no sequence evicts before it has more tokens than this
-        self.prefix = PrefixCache(self.pool, config.page_size, identity=identity, enabled=shared, most=most)
+        keys: dict[str, Any] = {"identity": identity, "adapters": model.adapters.digests}
+        self.prefix = PrefixCache(self.pool, config.page_size, enabled=shared, most=most, **keys)
         quantized = cache is not None and any(layout.scheme.is_quantized for layout in cache.layouts)
         self.scheduler = Scheduler(
             self.pool, self.prefix, config, self._forget, eviction=self.eviction, fixed_chunks=quantized
@@ -96,6 +97,8 @@ class Engine:
         self._num_added = 0
         held = self.capacity if budget is None else min(self.capacity, budget.peak)
         self.runner = Runner(model, cache, config, max_pages=config.pages_for(held), max_length=self.capacity)
+        if proposer is not None:
+            proposer.connect(self.runner, self.scheduler.reserve)
         overlap = model.device.type == "cuda" if config.overlap is None else config.overlap
         # Drafts and models with caches of their own need the tokens on the host before the next step can be built.
         self._overlap = Overlap(self.runner, self.scheduler) if overlap and proposer is None and model.paged else None
@@ -122,7 +125,7 @@ class Engine:
         Raises:
             RequestError: the prompt is empty, has unknown tokens, or has fewer tokens than the request asks to score;
                 the request can never fit (the message says how many tokens fit); the schema or grammar is invalid; or
-                there are stop texts, but no tokenizer.
+                there are stop texts, but no tokenizer; or the adapter is unknown.
         """
         ids = self.check(prompt_ids, params)
         number = self._num_added
@@ -133,6 +136,7 @@ class Engine:
             ids=ids,
             num_prompt=len(ids),
             params=params,
+            adapter=params.adapter or self.config.adapter,
             limit=self.capacity if params.max_tokens is None else len(ids) + params.max_tokens,
             seed=derived_seed(self.config.seed, number) if params.seed is None else params.seed,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
@@ -158,6 +162,7 @@ class Engine:
         except TypeError as error:
             raise RequestError(f"the prompt is not a list of token ids ({error})") from None
         self._limits.check(len(ids), params.max_tokens)
+        self.model.adapters.check(params.adapter)
         given = ids
         if params.scoring is not None:
             given = [*ids, *params.scoring.continuations]
@@ -228,7 +233,7 @@ class Engine:
         if launched is not None:
             self._commit(launched, outputs)
             return
-        chunks = [_chunk(sequence, count) for sequence, count in work]
+        chunks = [chunk_of(sequence, count) for sequence, count in work]
         drafts = [] if self.controller is None else [len(sequence.drafts) for sequence, _ in work if sequence.drafts]
         num_drawn = self._accept(work, chunks, self.runner.step(chunks), outputs)
         # Only steps without prompt tokens show what drafts gain. If drafts were requested but none proposed, the time
@@ -260,25 +265,25 @@ class Engine:
         if is_scored:
             collect_scores(logits, ((s, chunk) for (s, _), chunk in zip(work, chunks, strict=True)))
             if 0 < len(rows) < len(logits):
-                logits = select_rows(logits, _last_rows(chunks, counts))
+                logits = select_rows(logits, last_rows(chunks, counts))
         tokens = sample(logits, rows) if rows else []
         logprobs = log_probabilities(logits, rows, tokens)
         now = time.perf_counter()
-        at = 0
-        for (sequence, count), num_drawn in zip(work, counts, strict=True):
+        stops = list(accumulate(counts))
+        drawn = [tokens[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+        chosen = [self._verified(sequence, new) for (sequence, _), new in zip(work, drawn, strict=True)]
+        if self._proposer is not None:
+            self._proposer.observe(chunks, [following_tokens(*each) for each in zip(work, chosen, strict=True)])
+        for (sequence, count), new, stop, num_drawn in zip(work, chosen, stops, counts, strict=True):
             if num_drawn == 0:  # the prompt goes on, or nothing is to be chosen after it
                 sequence.num_computed += count
                 self.prefix.publish(sequence)
                 if sequence.num_left == 0:
                     outputs.append(self._end(sequence, "length", (), ""))
                 continue
-            chosen = tokens[at : at + num_drawn]
-            if num_drawn > 1:
-                chosen = self._verified(sequence, chosen)
             # The last chosen token has no keys and values yet; those of rejected drafts no longer count.
-            sequence.num_computed = len(sequence.ids) + len(chosen) - 1
-            outputs.append(self._append(sequence, chosen, now, logprobs[at : at + num_drawn] if logprobs else None))
-            at += num_drawn
+            sequence.num_computed = len(sequence.ids) + len(new) - 1
+            outputs.append(self._append(sequence, new, now, logprobs[stop - num_drawn : stop] if logprobs else None))
         self._evict(sequence for sequence, _ in work)
         return len(rows)
 
@@ -301,6 +306,8 @@ class Engine:
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
         """Return the chosen tokens up to and including the first that differs from the draft at its position."""
+        if len(chosen) < 2:
+            return chosen
         pairs = enumerate(zip(sequence.drafts, chosen, strict=False))
         accepted = next((number for number, (draft, token) in pairs if draft != token), len(sequence.drafts))
         if self.controller is not None:
@@ -373,21 +380,3 @@ class Engine:
         assert alive == self._requests.keys(), f"requests {self._requests.keys() ^ alive} are lost"
         if self._proposer is not None:
             self._proposer.check_integrity(alive)
-
-
-def _last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
-    """Return the indices of each chunk's last rows in the logits of all chunks.
-
-    Args:
-        chunks: chunks of the step.
-        counts: number of last rows of each chunk.
-    """
-    ends = accumulate(chunk.num_logits for chunk in chunks)
-    return [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-
-
-def _chunk(sequence: Sequence, count: int) -> ScheduledChunk:
-    """Return a sequence's chunk in the next step: `count` known tokens, then the drafts."""
-    start, end = sequence.num_computed, sequence.num_computed + count
-    num_logits = end - max(start, sequence.first_row)
-    return ScheduledChunk(sequence, sequence.ids[start:end] + sequence.drafts, start, max(0, num_logits))

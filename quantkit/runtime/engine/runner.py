@@ -42,6 +42,10 @@ class Runner:
         config: settings of the engine.
         max_pages: maximum number of pages of one sequence.
         max_length: maximum number of tokens of one sequence; None = as many as `max_pages` hold.
+    Attributes:
+        builder: builds the batches.
+        hidden: hidden states (T, H) of all rows of the last step, after the final norm, valid until the next step; None
+            if the model has no MTP head that reads them.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class Runner:
         self.model = model
         self.cache = cache
         rows, size = config.max_sequences, config.page_size
-        self._builder = BatchBuilder(max_sequences=rows, max_pages=max_pages, page_size=size, device=model.device)
+        self.hidden: Tensor | None = None
+        self.builder = BatchBuilder(max_sequences=rows, max_pages=max_pages, page_size=size, device=model.device)
         self._graphs: DecodeGraphs | None = None
         self._no_graphs: str | None = None
         self._program: DecodeProgram | None = None
@@ -70,7 +75,7 @@ class Runner:
         self._no_graphs = "QUANTKIT_CUDA_GRAPHS=0" if off else why_not(model, cache, length)
         if self._no_graphs is None:
             self._graphs = DecodeGraphs(
-                model, cache, self._builder, max_sequences=rows, max_pages=max_pages, max_length=length
+                model, cache, self.builder, max_sequences=rows, max_pages=max_pages, max_length=length
             )
 
     def _record(self, model: NativeModel, cache: KVCache) -> None:
@@ -78,7 +83,7 @@ class Runner:
             self._no_program = "QUANTKIT_DECODE_PROGRAM=0"
             return
         try:
-            self._program = DecodeProgram(model, cache, self._builder, max_sequences=cache.max_sequences)
+            self._program = DecodeProgram(model, cache, self.builder, max_sequences=cache.max_sequences)
         except Unsupported as error:
             self._no_program = str(error)
 
@@ -86,7 +91,8 @@ class Runner:
     def program_status(self) -> str | None:
         """Describe for users whether decode steps run as one native call; None on a GPU or in transformers."""
         if self._program is not None:
-            return "one native call"
+            mixed = len(self.model.adapters.by_name) > 0
+            return "one native call" + "; layer by layer where requests of a step have different adapters" * mixed
         return None if self._no_program is None else f"layer by layer: {self._no_program}"
 
     @property
@@ -94,7 +100,9 @@ class Runner:
         """Describe for users whether decode steps run as CUDA graphs; None on a CPU or in transformers."""
         if self._graphs is None:
             return None if self._no_graphs is None else f"no: {self._no_graphs}"
-        return "yes" if self._graphs.failure is None else f"no: {self._graphs.failure}"
+        if self._graphs.failure is not None:
+            return f"no: {self._graphs.failure}"
+        return "yes" + "; not if a request of the step has an adapter" * (len(self.model.adapters.by_name) > 0)
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
@@ -121,19 +129,26 @@ class Runner:
             Logits, valid until the next call.
         """
         fixed = self._graphs or self._program
+        if self._graphs is not None and any(chunk.holder.adapter is not None for chunk in chunks):
+            fixed = None  # graphs hold the base model alone
         if fixed is not None and (logits := fixed.run(chunks, tokens)) is not None:
+            self.hidden = None if fixed.hidden is None else fixed.hidden[: len(chunks)]
             return logits
-        batch = self._builder.build(chunks)
+        batch = self.builder.build(chunks)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
-        return self.model.forward(batch, self.cache)
+        if not isinstance(self.model, NativeModel):
+            return self.model.forward(batch, self.cache)
+        logits, self.hidden = self.model.compute(batch, self.cache)
+        return logits
 
 
 # Smallest number of pages per sequence in a graph: smaller numbers would only add more graphs.
 _LEAST_PAGES = 16
 _ROWS = 5  # how many int64 numbers a step's inputs hold for each sequence
 
-Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+Outputs = tuple[Tensor, Tensor | None]  # of `NativeModel.compute`
+Capture = Callable[[Callable[[], Outputs]], Callable[[], Outputs]]
 
 
 def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
@@ -165,6 +180,8 @@ class DecodeGraphs:
             hold.
         capture: takes a function that runs a step, and returns a function that repeats this step; None = capture a CUDA
             graph.
+    Attributes:
+        hidden: see `NativeModel.compute`; of the last step, with rows of filler behind its own.
     """
 
     def __init__(
@@ -182,10 +199,11 @@ class DecodeGraphs:
         self._max_sequences, self._max_pages = max_sequences, max_pages
         self._max_length = max_length or max_pages * cache.page_size
         self._capture = capture or _CudaCapture(model.device)
-        self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Tensor]]] = {}  # inputs, and what replays
+        self._steps: dict[tuple[int, int], tuple[_Inputs, Callable[[], Outputs]]] = {}  # inputs, and what replays
         # Triton's own errors are not RuntimeErrors. After an error of either kind, decode steps run without graphs.
         self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
+        self.hidden: Tensor | None = None
         # Graphs keep the addresses of the rotary tables, which therefore must not grow once one is captured.
         model.reserve(self._max_length)
 
@@ -216,13 +234,14 @@ class DecodeGraphs:
         if tokens is not None:
             # Behind the copy from the host, which brings placeholders for tokens that only the device knows.
             inputs.batch.token_ids[:count].copy_(tokens)
-        return replay()[:count]
+        logits, self.hidden = replay()
+        return logits[:count]
 
-    def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Tensor]]:
+    def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Outputs]]:
         inputs = _Inputs(sequences, pages, self._cache.page_size, self._max_length, self._model.device)
         inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
         inputs.send()
-        return inputs, self._capture(lambda: self._model.forward(inputs.batch, self._cache))
+        return inputs, self._capture(lambda: self._model.compute(inputs.batch, self._cache))
 
 
 class _Inputs:
@@ -327,7 +346,7 @@ class _CudaCapture:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, step: Callable[[], Outputs]) -> Callable[[], Outputs]:
         """Capture a step as a CUDA graph and return a function that replays it.
 
         The step runs twice before the capture, to compile its kernels.
@@ -342,12 +361,12 @@ class _CudaCapture:
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side):
-            logits = step()
+            outputs = step()
         self._pool = self._pool or graph.pool()
 
-        def replay() -> Tensor:
+        def replay() -> Outputs:
             graph.replay()
-            return logits
+            return outputs
 
         return replay
 

@@ -17,22 +17,18 @@ low-bit weights, or on CPUs. So the controller measures tokens and time of steps
 size, and uses the number of drafts (or 0) that gives the maximum number of tokens per second.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
 
 from quantkit.errors import RequestError
 from quantkit.models.kv_sizes import MAX_ROLLBACK
-from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.cache.pages import PagePool
-from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.engine.runner import Runner
-from quantkit.runtime.model.model import Model
-from quantkit.runtime.sampling import sample
-from quantkit.runtime.sequence import PageHolder, Sequence
+from quantkit.runtime.sequence import Sequence
 
 _MEMORY = 15  # how many of the most recent steps of each kind count
 _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision
@@ -65,12 +61,29 @@ class SpeculationController:
                 f"max_drafts is {max_drafts}; give 1 to {MAX_ROLLBACK}, because the KV cache can discard at most "
                 f"{MAX_ROLLBACK} rejected drafts"
             )
-        self.num_drafted = 0
-        self.num_accepted = 0
+        # For the first, second, ... draft of a sequence in a step: how many there were, and how many were accepted.
+        self.drafted_at = [0] * max_drafts
+        self.accepted_at = [0] * max_drafts
         self._num_stopped = 0  # runs of drafts that ended with a rejected one
         self._max_drafts = max_drafts
         self._force = force
         self._records: dict[int, _Record] = {}
+
+    @property
+    def num_drafted(self) -> int:
+        """Number of drafts."""
+        return sum(self.drafted_at)
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of accepted drafts."""
+        return sum(self.accepted_at)
+
+    @property
+    def acceptance_at(self) -> tuple[float, ...]:
+        """Share of the first, second, ... drafts of a step's sequences that were accepted, as far as there were any."""
+        pairs = zip(self.accepted_at, self.drafted_at, strict=True)
+        return tuple(accepted / drafted for accepted, drafted in pairs if drafted)
 
     @property
     def acceptance(self) -> float | None:
@@ -101,8 +114,9 @@ class SpeculationController:
 
     def accepted(self, num_drafted: int, num_accepted: int) -> None:
         """Record how many drafts of one sequence were accepted."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
+        for number in range(num_drafted):
+            self.drafted_at[number] += 1
+            self.accepted_at[number] += number < num_accepted
         self._num_stopped += num_accepted < num_drafted
 
     def timed(self, num_sequences: int, seconds: float, drafts: list[int]) -> None:
@@ -148,35 +162,41 @@ class SpeculationController:
         return best
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Proposes draft tokens for sequences."""
 
+    def connect(  # noqa: B027 - most proposers need nothing of the engine
+        self, runner: Runner, reserve: Callable[[Iterable[tuple[Sequence, int]]], bool]
+    ) -> None:
+        """Receive the engine's runner, and `Scheduler.reserve`, before the first step."""
+
+    def observe(  # noqa: B027 - most proposers read only tokens
+        self, chunks: Many[ScheduledChunk], following: Many[list[int]]
+    ) -> None:
+        """Read the runner's hidden states of a step, before the next step and before any sequence loses its pages.
+
+        Args:
+            chunks: chunks of the step.
+            following: for each chunk, the tokens that follow its first tokens: one for each token of the chunk that is
+                certain, so none for rejected drafts.
+        """
+
+    @abstractmethod
     def propose(self, sequences: Many[Sequence], count: int) -> None:
         """Set `drafts` of each sequence to at most `count` tokens within the sequence's limit, or to none."""
 
+    @abstractmethod
     def forget(self, sequence_id: int) -> None:
         """Drop the state of a sequence; do nothing if the id is unknown."""
 
+    @abstractmethod
     def check_integrity(self, alive: set[int]) -> None:
         """Raise AssertionError if state is lost, or kept for a sequence that is not alive."""
 
 
-def _useful(sequence: Sequence, count: int) -> int:
+def num_useful(sequence: Sequence, count: int) -> int:
     """Limit the number of drafts to what a sequence can use: the step that verifies them adds one more token."""
     return min(count, sequence.limit - len(sequence.ids) - 1)
-
-
-def check_draft(vocab_size: int, target: int) -> None:
-    """Refuse a draft model with another vocabulary size.
-
-    Raises:
-        RequestError: the sizes differ.
-    """
-    if vocab_size != target:
-        raise RequestError(
-            f"the draft model's vocabulary has {vocab_size} tokens, but the model's has {target}; use a draft model "
-            "with the same vocabulary, such as a compressed copy of the model"
-        )
 
 
 def check_states(target: bool, draft: bool) -> None:
@@ -194,7 +214,7 @@ def check_states(target: bool, draft: bool) -> None:
         )
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Finds an earlier occurrence of a sequence's last tokens and proposes the tokens after it (prompt lookup).
 
     Args:
@@ -211,7 +231,7 @@ class NgramProposer:
         for sequence in sequences:
             ngrams = self._ngrams[sequence.id]
             ngrams.read(sequence.ids, self._sizes)
-            sequence.drafts = ngrams.continuation(sequence.ids, self._sizes, _useful(sequence, count))
+            sequence.drafts = ngrams.continuation(sequence.ids, self._sizes, num_useful(sequence, count))
 
     def forget(self, sequence_id: int) -> None:
         self._ngrams.pop(sequence_id, None)
@@ -249,118 +269,3 @@ class _Ngrams:
                 period = len(ids) - end
                 return [ids[end + index % period] for index in range(count)]
         return []
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Shadow(PageHolder):
-    """The draft model's copy of a sequence, with pages of its own.
-
-    Args:
-        base: number of tokens of the sequence before the drafts.
-        fed: drafts that the draft model has computed after these tokens.
-    """
-
-    base: int = 0
-    fed: list[int] = field(default_factory=list)
-
-    def sync(self, ids: list[int]) -> None:
-        """Keep only computed tokens that are part of the sequence: drop the first rejected draft and those after it."""
-        right = self.base
-        for token in self.fed:
-            if right >= len(ids) or ids[right] != token:
-                break
-            right += 1
-        # The last token never counts as computed: it is fed again, because its logits start the next drafts.
-        self.num_computed = min(self.num_computed, right if self.fed else self.num_computed, len(ids) - 1)
-        self.fed = []
-
-
-class DraftModelProposer:
-    """Proposes tokens with a second, cheaper model of the same vocabulary, which has its own cache and pages.
-
-    Args:
-        model: the draft model.
-        cache: KV cache of the draft model.
-        config: engine settings; the token budget also limits how many prompt tokens the draft model computes per step,
-            so long prompts take several steps.
-        num_pages: pages in the draft model's cache.
-        vocab_size: vocabulary size of the target model.
-    Raises:
-        RequestError: the vocabularies differ.
-    """
-
-    def __init__(
-        self, model: Model, cache: KVCache | None, config: EngineConfig, *, num_pages: int, vocab_size: int
-    ) -> None:
-        check_draft(model.vocab_size, vocab_size)
-        self.model = model
-        self._config = config
-        self._pool = PagePool(num_pages)
-        self._rows = list(range(config.max_sequences))
-        self._shadows: dict[int, _Shadow] = {}
-        self._runner = Runner(model, cache, config, max_pages=num_pages)
-
-    def propose(self, sequences: Many[Sequence], count: int) -> None:
-        ready = self._caught_up(sequences, count)
-        while ready:
-            logits = self._runner.step([chunk for _, _, chunk in ready])
-            # With the sequence's random keys: draft and target then draw with the same variates and agree more often.
-            tokens = sample(logits, [(sequence, len(sequence.drafts)) for sequence, _, _ in ready])
-            step, ready = ready, []
-            for (sequence, shadow, chunk), token in zip(step, tokens, strict=True):
-                shadow.num_computed = chunk.start + len(chunk.tokens)
-                sequence.drafts.append(token)
-                if len(sequence.drafts) < _useful(sequence, count):
-                    # The last draft is not fed: nobody asks the draft model what would follow it.
-                    shadow.fed.append(token)
-                    ready.append((sequence, shadow, ScheduledChunk(shadow, [token], shadow.num_computed, 1)))
-
-    def _caught_up(self, sequences: Many[Sequence], count: int) -> list[tuple[Sequence, _Shadow, ScheduledChunk]]:
-        """Return the sequences that the draft model can now continue, each with the chunk of tokens it has not read.
-
-        If a sequence has more unread tokens than the token budget allows, compute a part of them now and do not return
-        the sequence.
-        """
-        ready, lagging, budget = [], [], self._config.token_budget
-        for sequence in sequences:
-            shadow = self._shadow(sequence, len(sequence.ids) + _useful(sequence, count))
-            if shadow is None or _useful(sequence, count) < 1 or budget < 1:
-                continue
-            missing = len(sequence.ids) - shadow.num_computed
-            fed = sequence.ids[shadow.num_computed : shadow.num_computed + min(missing, budget)]
-            budget -= len(fed)
-            if len(fed) == missing:
-                shadow.base = len(sequence.ids)
-                ready.append((sequence, shadow, ScheduledChunk(shadow, fed, shadow.num_computed, 1)))
-            else:
-                lagging.append(ScheduledChunk(shadow, fed, shadow.num_computed, 0))
-                shadow.num_computed += len(fed)
-        if lagging:
-            self._runner.step(lagging)
-        return ready
-
-    def _shadow(self, sequence: Sequence, num_tokens: int) -> _Shadow | None:
-        """Return the sequence's shadow with pages for this many tokens; None if pool or context is too small."""
-        shadow = self._shadows.get(sequence.id)
-        if shadow is None:
-            shadow = self._shadows[sequence.id] = _Shadow(id=sequence.id, row=self._rows.pop())
-        shadow.sync(sequence.ids)
-        missing = self._config.pages_for(num_tokens) - len(shadow.pages)
-        if missing > self._pool.num_free or num_tokens > self.model.max_length:
-            # Nobody is preempted for drafts; the sequence goes on without them and may be followed again later.
-            self.forget(sequence.id)
-            return None
-        if missing > 0:
-            shadow.pages.extend(self._pool.allocate(missing))
-        return shadow
-
-    def forget(self, sequence_id: int) -> None:
-        shadow = self._shadows.pop(sequence_id, None)
-        if shadow is not None:
-            self.model.forget(sequence_id)
-            self._pool.release(shadow.pages)
-            self._rows.append(shadow.row)
-
-    def check_integrity(self, alive: set[int]) -> None:
-        self._pool.check_integrity(shadow.pages for shadow in self._shadows.values())
-        assert self._shadows.keys() <= alive, f"draft pages of ended requests: {self._shadows.keys() - alive}"

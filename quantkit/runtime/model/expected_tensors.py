@@ -17,7 +17,7 @@ from quantkit.formats.base import by_module
 from quantkit.machine.devices import free_bytes
 from quantkit.models.description import ModelDescription
 from quantkit.models.layer_tensors import outer_tensors
-from quantkit.models.mtp import mtp_prefixes
+from quantkit.models.mtp import MTPHead, head_tensors, mtp_prefixes
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.quantities import byte_size
 
@@ -32,8 +32,8 @@ _IGNORED = re.compile(
 Shapes = dict[str, tuple[int, ...]]
 
 
-def manifest_of(model: ModelDescription) -> tuple[dict[str, tuple[int, int]], Shapes]:
-    """Return the tensors that a checkpoint of a model must hold.
+def manifest_of(model: ModelDescription, head: MTPHead | None = None) -> tuple[dict[str, tuple[int, int]], Shapes]:
+    """Return the tensors that a checkpoint of a model must hold; of its MTP heads, only those of `head`.
 
     Returns:
         linears: (N, K) of each linear, keyed by full module name; a bias (N,) is optional.
@@ -46,12 +46,18 @@ def manifest_of(model: ModelDescription) -> tuple[dict[str, tuple[int, int]], Sh
         for matrix in layer.matrices:
             linears |= {prefix + name: (matrix.out_features, matrix.in_features) for name in matrix.names}
         others |= {prefix + name: shape for name, shape in layer.vectors.items()}
+    if head is not None:
+        own = head_tensors(model, head)
+        linears |= {name: (one.out_features, one.in_features) for one in own.matrices for name in one.names}
+        others |= own.vectors
     if not model.tied:
         linears[family.head] = (model.vocab_size, model.hidden_size)
     return linears, others
 
 
-def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Scheme | None) -> None:
+def check_tensors(
+    model: ModelDescription, reader: CheckpointReader, scheme: Scheme | None, head: MTPHead | None = None
+) -> None:
     """Check that a checkpoint has exactly the model's tensors, in the right shapes.
 
     A stored output head is accepted even if the model uses the embedding instead.
@@ -60,10 +66,11 @@ def check_tensors(model: ModelDescription, reader: CheckpointReader, scheme: Sch
         model: description from config.json.
         reader: reader of the checkpoint; only headers, and shapes that are stored as tensors, are read.
         scheme: scheme of the quantized linears; None = the checkpoint has none.
+        head: MTP head that the model must have too; None = none, whatever the checkpoint has.
     Raises:
         CheckpointError: a tensor does not match; the message names it, what was found and what was expected.
     """
-    linears, others = manifest_of(model)
+    linears, others = manifest_of(model, head)
     known = {*others, *([f"{model.family.head}.weight"] if model.tied else [])}
     for name, shape in others.items():
         # Biases of norms may be missing; they are then zero.

@@ -3,15 +3,18 @@
 Weights are converted layer by layer, so memory never holds two copies of the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from quantkit.checkpoints.adapter import merged, read_adapter
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
@@ -25,18 +28,21 @@ from quantkit.machine.devices import entered, fast_cpu_dtype
 from quantkit.machine.memory import release_freed_memory
 from quantkit.models.config import ConfigReader, NotNative
 from quantkit.models.families import find_language_model
+from quantkit.models.family import Family
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.quantities import dtype_name
 from quantkit.runtime.config import DTYPES_BY_SHORT_NAME, HEAD_TYPES
+from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.compressed_attention import build_head, build_streamed_block
 from quantkit.runtime.model.config import DTYPES, ModelConfig, read_config
 from quantkit.runtime.model.expected_tensors import check_memory, check_tensors
 from quantkit.runtime.model.layers import Block
 from quantkit.runtime.model.model import Model, NativeModel
+from quantkit.runtime.model.mtp import build_draft_head, find_draft_head
 from quantkit.runtime.model.residual_streams import StreamedBlock
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.safety.untrusted import read_object
@@ -44,6 +50,10 @@ from quantkit.safety.untrusted import read_object
 Backend = Literal["auto", "native", "transformers"]
 
 _RECURRENT = "the recurrent layers run in plain torch, and the prefix cache is off for this model"
+_UNQUANTIZED_CACHE = (
+    "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and values "
+    "unquantized"
+)
 _TEXT_ALONE = "only the language model is loaded, for text prompts; image and other encoders are left out"
 
 
@@ -54,6 +64,9 @@ def load_model(
     device: torch.device | str = "cpu",
     head_dtype: str | None = None,
     backend: Backend = "auto",
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    merge: Path | str | None = None,
+    mtp: bool = False,
 ) -> Model:
     """Load a model for running.
 
@@ -65,10 +78,14 @@ def load_model(
         head_dtype: int8 or int4 quantizes the output head at load; None leaves it unchanged.
         backend: native = quantkit's own layers; transformers = any causal language model of transformers; auto = native
             if quantkit's layers support the model, otherwise transformers.
+        adapters: folders of adapters that requests can choose, keyed by name.
+        merge: folder of an adapter to merge into the weights, which must not be quantized; None = none.
+        mtp: whether to load the model's MTP head, which drafts tokens; only for quantkit's own layers.
     Raises:
         ModelError, CheckpointError: the directory holds no model, or an inconsistent one.
         ResourceError: the model does not fit in memory.
-        InputError: the dtype, the backend or `head_dtype` is unknown, or the model cannot have this `head_dtype`.
+        InputError: the dtype, the backend or `head_dtype` is unknown, or the model cannot have this `head_dtype` or
+            adapters.
     """
     reader = CheckpointReader(Path(path))
     device = torch.device(device)
@@ -79,34 +96,48 @@ def load_model(
     if backend != "transformers":
         try:
             config = read_model_config(reader)
+            if merge is not None:
+                reader = _merged(reader.path, merge, config.family)
             with entered(device):
-                return load_native(reader, config, dtype=dtype, device=device, head_dtype=head_dtype)
+                return load_native(
+                    reader, config, dtype=dtype, device=device, head_dtype=head_dtype, adapters=adapters, mtp=mtp
+                )
         except NotNative:
             if backend == "native":
                 raise
+    _check_transformers(reader, head_dtype, [*adapters, *([] if merge is None else [str(merge)])])
+    # Imported late: native models do not need transformers.
+    from quantkit.runtime.model.hf_model import load_with_transformers
+
+    chosen, notes = pick_dtype(dtype, reader, device)
+    if CONFIG_KEY in reader.config:
+        notes = (*notes, _UNQUANTIZED_CACHE)
+    return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
+
+
+def _merged(path: Path, adapter: Path | str, family: Family) -> CheckpointReader:
+    """Return a reader of an unquantized model with an adapter merged."""
+    dense = open_dense(path)  # which knows whether weights are quantized, so that merging refuses them
+    return merged(dense, read_adapter(adapter, ModelReader.of(dense, family)), family)
+
+
+def _check_transformers(reader: CheckpointReader, head_dtype: str | None, adapters: Sequence[str]) -> None:
+    """Refuse what quantkit cannot do if transformers runs the model."""
     if is_gguf(reader.path):
         raise ModelError(
             f"{reader.path}: quantkit does not run GGUF files through transformers; run `quantkit convert --to dense` "
             "first"
         )
-    # Imported late: native models do not need transformers.
-    from quantkit.runtime.model.hf_model import load_with_transformers
-
     if head_dtype is not None:
         raise InputError(
             f"head_dtype is {head_dtype!r}, but transformers runs this model and keeps its head unchanged; leave "
             "head_dtype out"
         )
-    chosen, notes = pick_dtype(dtype, reader, device)
-    if CONFIG_KEY in reader.config:
-        notes = (
-            *notes,
-            (
-                "the checkpoint asks for a quantized KV cache, but transformers runs this model and keeps keys and "
-                "values unquantized"
-            ),
+    if adapters:
+        raise InputError(
+            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters)}) only to its own layers; "
+            "merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
         )
-    return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
 
 
 def load_native(
@@ -116,32 +147,40 @@ def load_native(
     dtype: str | torch.dtype,
     device: torch.device,
     head_dtype: str | None = None,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    mtp: bool = False,
 ) -> NativeModel:
     """Build a model from its config and checkpoint.
 
     Args:
         reader: reader of the checkpoint.
         config: config of the model.
-        dtype, device, head_dtype: see `load_model`.
+        dtype, device, head_dtype, adapters, mtp: see `load_model`.
     Raises:
         NotNative: the runtime cannot decode the format of the quantized linears.
-        CheckpointError, ResourceError: see `load_model`.
+        ModelError, CheckpointError, ResourceError: see `load_model`.
+        RequestError: the checkpoint has no MTP head, although it is asked for.
     """
+    loaded = Adapters()
+    if adapters:
+        dense = ModelReader.of(open_dense(reader.path), config.family)
+        loaded = Adapters({name: read_adapter(folder, dense) for name, folder in adapters.items()})
     reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
-    check_tensors(config, reader, scheme)
+    drafting = find_draft_head(config, reader) if mtp else None
+    check_tensors(config, reader, scheme, drafting)
     stored_cache = read_stored_cache(reader, config)
     chosen, notes = pick_dtype(dtype, reader, device)
     check_memory(reader, chosen, device)
-    weights = Weights(reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device)
+    weights = Weights(
+        reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device, adapters=loaded
+    )
     table, parts = build_parts(weights)
-    head = _build_head(weights, table, head_dtype)
-    look_up: Callable[[Tensor], Tensor] = partial(embedding, weight=table)
-    if config.tied and head_dtype is None and isinstance(head, NativeLinear) and head.is_dense:
-        # Rows are looked up in the head's panels, so that memory does not hold the table twice.
-        look_up = head.rows
-        weights.num_bytes -= table.nbytes
+    loaded.check_applied()
+    parts["embedding"], parts["head"] = _build_ends(weights, table, head_dtype)
     del table
+    if drafting is not None:
+        parts["mtp"] = build_draft_head(weights, drafting, parts["ropes"])
     release_freed_memory()
     facts = [stored_cache.note] if stored_cache.note else []
     facts += [_RECURRENT] * config.is_recurrent + [_TEXT_ALONE] * ConfigReader(reader.config).is_wrapped
@@ -150,14 +189,13 @@ def load_native(
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         **parts,
-        embedding=look_up,
-        head=head,
-        num_bytes=weights.num_bytes,
+        num_bytes=weights.num_bytes + loaded.num_bytes,
         stored_bytes=weights.stored_bytes,
         eos_ids=read_eos(reader),
         dtype=chosen,
         device=device,
-        notes=(*notes, *reader.notes, *weights.notes, *facts),
+        notes=(*notes, *reader.notes, *weights.notes, *facts, *loaded.notes),
+        adapters=loaded,
         stored_cache=stored_cache,
     )
 
@@ -272,6 +310,16 @@ def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
         if info.dtype in totals:
             totals[info.dtype] += info.num_bytes
     return max(totals, key=lambda dtype: totals[dtype])
+
+
+def _build_ends(weights: Weights, table: Tensor, head_dtype: str | None) -> tuple[Callable[[Tensor], Tensor], Linear]:
+    """Return what looks up rows of the embedding table (V, H), and the output head."""
+    head = _build_head(weights, table, head_dtype)
+    if weights.config.tied and head_dtype is None and isinstance(head, NativeLinear) and head.is_dense:
+        # Rows are looked up in the head's panels, so that memory does not hold the table twice.
+        weights.num_bytes -= table.nbytes
+        return head.rows, head
+    return partial(embedding, weight=table), head
 
 
 def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Linear:

@@ -5,7 +5,7 @@ Shapes: T new tokens of all sequences, H hidden width, R rows whose logits are w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor
 from quantkit.kernels.layouts import EntryLayout, KVLayout, Layout, StateLayout, kv_dtype
 from quantkit.kernels.types import ForwardBatch, Linear
 from quantkit.models.layer_state_sizes import StateShape
+from quantkit.models.mtp import MTPHead
 from quantkit.models.rope import RopeConfig
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.cache.kv_cache import KVCache
+from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.model.cache_schemes import StoredCache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.layers import Block, Norm, add_and_norm
+from quantkit.runtime.model.mtp import DraftHead
 from quantkit.runtime.model.residual_streams import StreamedBlock, StreamHead
 from quantkit.runtime.model.rope import RopeTable
 
@@ -38,6 +41,7 @@ class Model(ABC):
         dtype: dtype of the computation.
         device: device of the model.
         notes: decisions at load that users should know.
+        adapters: adapters that requests can choose.
     Attributes:
         paged: whether the engine's `KVCache` holds keys and values. False = the model keeps its own state per sequence
             id, so there is no prefix cache and no KV quantization.
@@ -52,6 +56,7 @@ class Model(ABC):
     dtype: torch.dtype
     device: torch.device
     notes: tuple[str, ...]
+    adapters: Adapters = field(default_factory=Adapters)
 
     def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
         """Return the layout of each layer's keys and values, or of its state; empty if the model keeps them itself.
@@ -88,6 +93,7 @@ class NativeModel(Model):
         final_norm: norm before the head.
         head: output head, (R, H) -> (R, V).
         stored_cache: KV cache settings of the checkpoint.
+        mtp: MTP head; None = the model has none, or runs without it.
     Attributes:
         tables: angles of each rotary embedding.
     """
@@ -100,6 +106,7 @@ class NativeModel(Model):
     final_norm: Norm
     head: Linear
     stored_cache: StoredCache
+    mtp: DraftHead | None = None
 
     def __post_init__(self) -> None:
         self.tables = [RopeTable(rope, self.device) for rope in self.ropes]
@@ -114,12 +121,23 @@ class NativeModel(Model):
         return self.config.is_recurrent
 
     def layouts(self, kv_cache: str | None, page_size: int) -> list[Layout]:
-        return config_layouts(self.config, self.stored_cache, kv_cache, page_size, self.dtype)
+        head = None if self.mtp is None else self.mtp.description
+        return config_layouts(self.config, self.stored_cache, kv_cache, page_size, self.dtype, head)
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache | None) -> Tensor:
         """See `Model`; needs a cache."""
+        return self.compute(batch, cache)[0]
+
+    @torch.inference_mode()
+    def compute(self, batch: ForwardBatch, cache: KVCache | None) -> tuple[Tensor, Tensor | None]:
+        """Compute one step; return the logits as `forward` does, and what the MTP head reads.
+
+        Returns:
+            Logits (R, V), and the hidden states (T, H) of all rows after the final norm; None for these if the model
+            has no MTP head.
+        """
         assert cache is not None, "a paged model needs a KV cache"
+        self.adapters.select(batch)
         x = self.embed(batch.token_ids)
         if self.streams is not None:
             x = self.streams.spread(x)
@@ -128,11 +146,39 @@ class NativeModel(Model):
         pending: Tensor | None = None
         for block in self.blocks:
             x, pending = block(x, pending, batch, cache, None if block.rope is None else angles[block.rope])
-        return self._logits(x, pending, batch.logit_rows)
+        if self.mtp is None:
+            return self._logits(x, pending, batch.logit_rows), None
+        hidden, _ = add_and_norm(self.final_norm, x, pending)
+        rows = hidden if len(batch.logit_rows) == len(hidden) else hidden[batch.logit_rows]
+        return self.scaled_logits(self.head(rows)) if len(rows) else self._no_logits(), hidden
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled."""
-        x = self.embedding(token_ids).to(self.dtype)
+    @torch.inference_mode()
+    def draft_states(self, hidden: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Run the MTP head, and store its keys and values.
+
+        Args:
+            hidden: (T, H) hidden states of the model or, in a further step, of the head.
+            batch: positions and pages of these states; `token_ids` (T,) are the tokens that follow them.
+            cache: KV cache.
+        Returns:
+            Hidden states (T, H) of the head; see `draft_logits`.
+        """
+        mtp = self.mtp
+        assert mtp is not None, "the model has no MTP head"
+        angles = None if mtp.block.rope is None else self.tables[mtp.block.rope].gather(batch)
+        return mtp(hidden, self.embed(batch.token_ids, mtp.embedding), batch, cache, angles)
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """Return the logits (T, V) float32 of drafts from hidden states (T, H) of the MTP head."""
+        assert self.mtp is not None, "the model has no MTP head"
+        return self.scaled_logits(self.mtp.scores(states, self.head))
+
+    def embed(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled.
+
+        `look_up` returns rows of another table than the model's.
+        """
+        x = (look_up or self.embedding)(token_ids).to(self.dtype)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def reserve(self, length: int) -> None:
@@ -156,7 +202,7 @@ class NativeModel(Model):
 
     def _logits(self, x: Tensor, pending: Tensor | None, rows: Tensor) -> Tensor:
         if not len(rows):
-            return torch.empty(0, self.vocab_size, dtype=torch.float32, device=x.device)
+            return self._no_logits()
         if len(rows) < len(x):
             # Before norm and head, so that both work on the wanted rows only; for a prompt, that is usually one row.
             x, pending = x[rows], None if pending is None else pending[rows]
@@ -164,6 +210,9 @@ class NativeModel(Model):
             x = self.streams(x)
         normed, _ = add_and_norm(self.final_norm, x, pending)
         return self.scaled_logits(self.head(normed))
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
 
     def scaled_logits(self, scores: Tensor) -> Tensor:
         """Return the logits (R, V) float32 for the head's outputs, with the model's factor and softcap."""
@@ -174,7 +223,12 @@ class NativeModel(Model):
 
 
 def config_layouts(
-    config: ModelConfig, stored: StoredCache, kv_cache: str | None, page_size: int, dtype: torch.dtype
+    config: ModelConfig,
+    stored: StoredCache,
+    kv_cache: str | None,
+    page_size: int,
+    dtype: torch.dtype,
+    head: MTPHead | None = None,
 ) -> list[Layout]:
     """Return the layout of each layer's keys and values, or of its state.
 
@@ -183,10 +237,12 @@ def config_layouts(
         stored: KV cache settings of the checkpoint.
         kv_cache, page_size: see `Model.layouts`.
         dtype: dtype of the computation.
+        head: MTP head whose layer follows the model's; its keys and values are never quantized. None = no head.
     """
     layouts: list[Layout] = []
     sizes: dict[str, Any] = {"page_size": page_size, "dtype": kv_dtype(kv_cache or "auto", dtype)}
-    for index, cache in enumerate(stored.choose(kv_cache)):
+    caches = list(enumerate(stored.choose(kv_cache)))
+    for index, cache in caches if head is None else [*caches, (head.layer, LayerCache())]:
         shape = config.attention(index)
         if isinstance(shape, StateShape):
             layouts.append(StateLayout(shape=shape, page_size=page_size))

@@ -23,6 +23,7 @@ from quantkit.models.linear_sets import at
 from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
 from quantkit.runtime.model.experts import Mixture
@@ -56,6 +57,7 @@ class Weights:
         dtype, device: dtype and device of the computation.
         num_bytes: bytes of all parts built so far.
         stored_bytes: bytes that one decode step reads.
+        adapters: adapters, whose updates the linears get.
         notes: decisions made while building that users should know.
     """
 
@@ -65,6 +67,7 @@ class Weights:
     scheme: Scheme | None
     dtype: torch.dtype
     device: torch.device
+    adapters: Adapters = field(default_factory=Adapters)
     num_bytes: int = 0
     stored_bytes: int = 0
     notes: dict[str, None] = field(default_factory=dict)  # keys only: each note once
@@ -110,7 +113,7 @@ class Weights:
         """
         stored = [self._read(name) for name in names]
         weights, schemes = [weight for weight, _ in stored], [activation for _, activation in stored]
-        biases = self.biases(names, weights)
+        biases, sizes = self.biases(names, weights), [weight.shape[0] for weight in weights]
         for number, name in enumerate(names):
             if (order := (orders or {}).get(name)) is not None:
                 weight = weights[number]
@@ -131,7 +134,9 @@ class Weights:
             bias = None if biases is None else torch.cat(biases)
             result = self.build(joined, bias, schemes[0])
         self.count(result.stored_bytes, round(result.stored_bytes * read_share))
-        return result
+        if read_share < 1:  # an expert, which does not get all rows of a step
+            return result
+        return self.adapters.adapted(result, names, sizes, orders or {}, self.dtype, self.device)
 
     def exact_linear(self, names: Sequence[str]) -> Linear:
         """Build a linear that multiplies in float32, whatever the model's dtype."""
@@ -181,16 +186,17 @@ class Weights:
         ]
 
 
-def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig]) -> Block:
+def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig], prefix: str | None = None) -> Block:
     """Build one decoder layer.
 
     Args:
         weights: source of the parts; its byte counts grow.
         index: layer number.
         ropes: rotary embeddings of the model.
+        prefix: prefix of the names of the layer's tensors; None = that of the model's layer with this number.
     """
     config = weights.config
-    prefix, rope = f"{config.family.layers}.{index}.", config.ropes[index]
+    prefix, rope = prefix or f"{config.family.layers}.{index}.", config.ropes[index]
     norms = [None if name is None else weights.norm(prefix + name) for name in norm_names(config)]
     up, down, gated = config.family.parts.up, config.family.parts.down, config.family.parts.gated
     mlp: Callable[[Tensor], Tensor] | None = None

@@ -225,7 +225,7 @@ def test_floats_are_rounded_first_and_said(layer_of):
     layer.schemes = {**layer.schemes, "mlp.down_proj": replace(layer.schemes["mlp.down_proj"], weight=fp8)}
     with torch.inference_mode():
         STEP(**QUICK).apply(layer)
-    assert any("mlp.down_proj is fp8 channel, which is not tuned" in note for note in layer.chosen.notes)
+    assert any("mlp.down_proj is fp8 channel, which autoround cannot tune" in note for note in layer.chosen.notes)
     assert set(layer.chosen.quantized) == set(layer.schemes)
 
 

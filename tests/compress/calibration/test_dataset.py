@@ -68,7 +68,7 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
     finally:
         tokenizer.chat_template = None
     assert tokenizer.decode(samples.token_ids[0]) == "<user>How many apples?<assistant>Twelve."
-    assert any("do not begin with the BOS" in warning for warning in samples.warnings)
+    assert any("without the BOS token" in warning for warning in samples.warnings)
     assert any("duplicates" in warning for warning in samples.warnings)
 
 
@@ -105,10 +105,10 @@ def test_the_linter_says_nothing_about_good_data(tokenizer):
 def test_the_linter_finds_what_is_wrong(tokenizer):
     findings = " | ".join(lint([[5, 6, 7], [5, 6, 7], [0, 8]], 16, 256, tokenizer))
     for part in (
-        "2 of 3 samples do not begin",
-        "only 3 samples where 16",
+        "begin: 2 of 3",
+        "only 3 samples instead of 16",
         "shorter than half",
-        "1 of 3 samples are dup",
+        "duplicates among 3 samples: 1",
     ):
         assert part in findings
 
@@ -120,7 +120,7 @@ def test_the_linter_finds_what_is_wrong(tokenizer):
         ("blank.txt", "\n\n  \n\n", "is empty"),
         ("empty.jsonl", "", "is empty"),
         ("bad.jsonl", '{"text": "a"}\n{"text": ', "bad.jsonl:2 is not valid JSON .*one JSON object per line"),
-        ("keys.jsonl", '{"story": "once"}', "no 'text', 'messages' or 'input_ids' with content; it has: story"),
+        ("keys.jsonl", '{"story": "once"}', "no 'text', 'messages' or 'input_ids' with content; its keys: story"),
         ("list.jsonl", "[1, 2]", "list.jsonl:1 holds a JSON list, not an object; one JSON object per line"),
         ("ids.jsonl", '{"input_ids": [0, 5, 999]}', "token id 999 is outside the model's vocabulary of 260"),
         ("negative.jsonl", '{"input_ids": [0, -5, 9]}', "token id -5 is outside"),

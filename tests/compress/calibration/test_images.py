@@ -110,7 +110,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "each image with a path"),
     (
         {"images": ["0.png", "1.png"], "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "1 places for images in 'messages', 2 in 'images'",
+        "'messages' has places for 1 image, but 'images' lists 2",
     ),
     ({"messages": "hello"}, "is not a chat of texts and images"),
 ]
@@ -128,9 +128,9 @@ def test_what_is_too_long_is_left_out_since_images_cannot_be_cut(folder):
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     read = load(folder / "data.jsonl", length=64)
     assert len(read.chats) == 1
-    left_out = "1 samples with images are left out, of up to 203 tokens, more than the sequence_length of 64"
+    left_out = "1 sample with images left out: they have up to 203 tokens, more than the sequence_length of 64"
     assert read.warnings == (left_out,)
-    with pytest.raises(DataError, match=r"every sample is of up to 203 tokens.*raise calibration\.sequence_length"):
+    with pytest.raises(DataError, match=r"all samples are too long: .* 203 tokens.*raise calibration\.seq"):
         load(folder / "data.jsonl", length=8)
 
 

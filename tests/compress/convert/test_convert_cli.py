@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from quantkit.api import quantize
 from quantkit.cli import main
+from quantkit.compress.convert import convert
 from tests.helpers import make_model
 
 
@@ -43,6 +44,14 @@ def test_a_gguf_file_is_written_without_a_word_of_the_library(made, tmp_path, ca
     done = run("convert", made / "q", "--to", "gguf", "-o", tmp_path / "a.gguf", "--json")
     assert (done.exit_code, done.stderr, caplog.text) == (0, "", "")
     json.loads(done.stdout)
+
+
+def test_progress_tells_of_the_choice_of_types_too_which_may_take_as_long_as_writing(made, tmp_path):
+    seen = []
+    convert(made / "q", "gguf", tmp_path / "a.gguf", progress=lambda *told: seen.append(told))
+    total = seen[0][1]
+    assert [done for done, *_ in seen] == list(range(total + 1))
+    assert [name for *_, name in seen[: total // 2]] == [name for *_, name in seen[total // 2 : -1]]
 
 
 def test_refusals_are_one_line_and_exit_code_4(made, tmp_path):

@@ -127,7 +127,7 @@ def test_tokens_are_counted_and_starved_experts_noted(mixtral, tmp_path, text_fi
         under_calibrated = sum(count < UNDER_CALIBRATED_TOKENS for count in layer.tokens_per_expert)
         noted = [note for note in layer.notes if "experts saw fewer than" in note]
         assert len(noted) == (under_calibrated > 0)
-        assert all("their statistics are of all tokens" in note for note in noted)
+        assert all("their statistics use all tokens" in note for note in noted)
     assert any(min(layer.tokens_per_expert) < UNDER_CALIBRATED_TOKENS for layer in result.layers)
     written = json.loads((tmp_path / "out" / "quantkit.json").read_text())["result"]["layers"]
     assert [tuple(layer["tokens_per_expert"]) for layer in written] == [

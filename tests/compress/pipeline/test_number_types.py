@@ -188,6 +188,6 @@ def test_scales_that_their_dtype_cannot_hold_are_refused(tmp_path):
     weight = load_tensors(copy)["model.layers.0.mlp.down_proj.weight"] * 1e7
     edit_tensors(copy, model__layers__0__mlp__down_proj__weight=weight)
     data = {"weights": {"dtype": "int4", "group_size": 32}}
-    with pytest.raises(SchemeError, match=r"layers\.0\.mlp\.down_proj: a scale is not finite in float16; .*set format"):
+    with pytest.raises(SchemeError, match=r"layers\.0\.mlp\.down_proj: a scale is not finite in float16. .*set format"):
         quantized(copy, tmp_path / "out", data, format="gptq")
     quantized(copy, tmp_path / "other", data)

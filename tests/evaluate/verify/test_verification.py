@@ -111,6 +111,19 @@ def test_sensitivity_and_noise_can_be_asked_for_and_left_out(models):
     assert asked.sensitivity.proposal is None
 
 
+def test_an_interrupted_map_loses_nothing_that_was_measured_before(models, monkeypatch):
+    kept = []
+    monkeypatch.setattr("quantkit.evaluate.sensitivity.sensitivity_map", lambda *_, **__: 1 / 0)
+    pair = check_pair(models / "out", None, ["kl<=0.0000001"])
+    with pytest.raises(ZeroDivisionError):
+        verify_pair(pair, options(models, noise=False), keep=kept.append)
+    (report,) = kept
+    assert [(gate.metric, gate.held) for gate in report.gates] == [("kl", False)]
+    assert report.fidelity is not None
+    assert report.environment is not None
+    assert "before the sensitivity map" in report.notes[-1]
+
+
 def test_a_model_that_was_rotated_has_no_part_that_fits_into_the_original(models):
     """Its linears compute with other inputs, so the map of an original with one of them is meaningless."""
     pair = check_pair(models / "out", None, ["kl<=0.0000001"])

@@ -139,7 +139,7 @@ def test_other_types_where_blocks_do_not_divide_a_row():
     ]  # fmt: skip
     assert fitted("q4_k")[1] and not fitted("q5_k")[1]
     assert grid_of("q4_k").scheme.fitted(512) == grid_of("q4_k").scheme
-    with pytest.raises(SchemeError, match="blocks of q4_k hold 256 inputs, which do not divide 576"):
+    with pytest.raises(SchemeError, match="q4_k has blocks of 256 inputs, which do not divide 576"):
         FORMAT.check(LinearScheme(weight=grid_of("q4_k").scheme), (8, 576))
     with pytest.raises(SchemeError, match=r"q6_k fixes weights\.symmetric"):
         WeightScheme(dtype=GGML_TYPES["q6_k"], group_size=16, symmetric=False)

@@ -23,6 +23,7 @@ from quantkit.runtime.model import loader
 from quantkit.runtime.model import weights as _weights
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import make_model
+from tests.runtime.mtp_models import drafts_in_turns, make_mtp_model
 
 PROMPTS = [[5, 6, 7] * 5, [9] * 30, [3, 1]]
 LENGTHS = (4, 7, 3)
@@ -58,7 +59,7 @@ def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch):
     again = make(folder, "int4")
     runner = again.engine.runner
     graphs = DecodeGraphs(
-        again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
+        again.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=lambda step: step
     )
     runner._graphs = graphs
     assert generate(again) == expected
@@ -68,8 +69,8 @@ def test_fixed_steps_give_the_same_tokens(tmp_path, monkeypatch):
 
 def keep_outputs(step):
     """As a graph has it: every replay writes over what the last one gave."""
-    kept = step()
-    return lambda: kept.copy_(step())
+    kept, _ = step()
+    return lambda: (kept.copy_(step()[0]), None)
 
 
 MIXED = ({"temperature": 0.9, "seed": 3}, {}, {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "seed": 5})
@@ -85,11 +86,27 @@ def test_tokens_go_from_step_to_step_on_the_device(tmp_path, monkeypatch):
     assert "Triton" in again.model.head.description
     runner = again.engine.runner
     runner._graphs = DecodeGraphs(
-        again.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=keep_outputs
+        again.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=keep_outputs
     )
     again.engine._overlap = Overlap(runner, again.engine.scheduler)
     assert generate(again, MIXED) == expected
     assert again.engine._overlap.num_followed >= 3
+
+
+@pytest.mark.slow
+def test_an_mtp_head_reads_the_hidden_states_of_fixed_steps(tmp_path, monkeypatch):
+    """Steps without drafts are replayed, those with drafts are not; the head reads both."""
+    folder = make_mtp_model(tmp_path, "glm4_moe", first_k_dense_replace=3)
+    monkeypatch.setattr(gpu, "is_used", lambda device: True)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = drafts_in_turns(make(folder, "auto", speculate="mtp"), [[5, 6, 7], [8, 9], [1]], params)
+    again = make(folder, "auto", speculate="mtp")
+    runner = again.engine.runner
+    runner._graphs = DecodeGraphs(
+        again.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=lambda step: step
+    )
+    assert drafts_in_turns(again, [[5, 6, 7], [8, 9], [1]], params) == expected
+    assert runner._graphs._steps
 
 
 REFUSALS = (
@@ -112,7 +129,7 @@ def test_a_capture_that_fails_is_told_and_done_without(tmp_path, monkeypatch, re
     def fail(step):
         raise refusal
 
-    runner._graphs = DecodeGraphs(llm.model, runner.cache, runner._builder, max_sequences=2, max_pages=4, capture=fail)
+    runner._graphs = DecodeGraphs(llm.model, runner.cache, runner.builder, max_sequences=2, max_pages=4, capture=fail)
     assert len(generate(llm)[0]) == LENGTHS[0]
     assert runner.graph_status == f"no: {first_line(refusal)}"
 
@@ -189,7 +206,7 @@ def test_the_device_chooses_experts(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTKIT_CUDA_GRAPHS", "experts")
     assert why_not(stacked.model, runner.cache, 64) is None
     runner._graphs = DecodeGraphs(
-        stacked.model, runner.cache, runner._builder, max_sequences=3, max_pages=4, capture=lambda step: step
+        stacked.model, runner.cache, runner.builder, max_sequences=3, max_pages=4, capture=lambda step: step
     )
     assert generate(stacked) == expected
     assert runner.graph_status == "yes"

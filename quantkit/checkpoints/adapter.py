@@ -1,0 +1,333 @@
+"""Read a low-rank adapter (LoRA) in PEFT's format, and merge it into a checkpoint's weights as they are read.
+
+An adapter is a folder with adapter_config.json and adapter_model.safetensors. It changes the weight of some linears:
+W + scale * B A. An adapter that computes anything else is refused, so that no change is lost silently.
+Source: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; PEFT `tuners/lora/config.py` and `tuners/lora/layer.py`.
+Shapes: N outputs, K inputs, R rank.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoints.encoded_weight import EncodedInfo, Read
+from quantkit.checkpoints.header import TensorInfo, kind_of
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader, file_digest
+from quantkit.checkpoints.symlinks import check_links
+from quantkit.errors import CheckpointError, ModelError, SchemeError
+from quantkit.formats import is_gguf
+from quantkit.formats.base import FLOAT_DTYPES
+from quantkit.models.family import Family
+from quantkit.numerics.name_patterns import Budget, matches
+from quantkit.safety.untrusted import check_path, read_object, shorten
+
+ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_MERGE = "merge it with PEFT's merge_and_unload, and give the merged model"
+# Entries that describe the training, or that the tensors and `_scale` already account for.
+_KNOWN = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision"),
+    *("target_modules", "task_type", "use_rslora", "eva_config"),
+}
+_FLOATS = tuple(kind_of(dtype) for dtype in FLOAT_DTYPES)
+_SHOWN = 3  # names in a message
+# Ways to initialize A and B that leave the base's weights as they are.
+_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class LowRankUpdate:
+    """The change of one linear: W + scale * B A.
+
+    Args:
+        a: lora_A (R, K), as stored.
+        b: lora_B (N, R), as stored.
+        scale: lora_alpha / r, or lora_alpha / sqrt(r) for rsLoRA.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return W + scale * B A in the dtype of `weight` (N, K), computed in float32 and rounded once."""
+        # PEFT's order of operations, so that the result equals that of its `merge_and_unload` bit for bit.
+        update = (self.b.float() @ self.a.float()).mul_(self.scale)
+        return update.add_(weight).to(weight.dtype)
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Adapter:
+    """An adapter that fits a base model.
+
+    Args:
+        path: folder of the adapter.
+        digest: SHA-256 of config and weights.
+        base: the adapter's own name for its base model; None = it names none.
+        updates: changes of linears, keyed by the linear's name in the base's `ModelReader`.
+    """
+
+    path: Path
+    digest: str
+    base: str | None
+    updates: Mapping[str, LowRankUpdate]
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of an update."""
+        return max(update.a.shape[0] for update in self.updates.values())
+
+
+def read_adapter(path: Path | str, reader: ModelReader) -> Adapter:
+    """Read an adapter, and check that it fits a base model.
+
+    Args:
+        path: folder with adapter_config.json and adapter_model.safetensors.
+        reader: reader of the base; of a quantized base, a view of `open_dense`, which has the shapes of its weights.
+    Raises:
+        ModelError: the folder holds no adapter, the adapter computes something else, or it is for another base.
+        CheckpointError: a file is damaged, or holds values that are not finite.
+    """
+    folder = Path(path)
+    config, weights = _read_folder(folder)
+    _check_config(config, folder)
+    pairs = _pairs(weights)
+    names = _own_names(pairs, reader, folder)
+    budget, updates = Budget(), {}
+    for module, name in names.items():
+        rank, scale = _scale(config, module, folder, budget)
+        a, b = pairs[module]["A"], pairs[module]["B"]
+        _check_shapes(name, weights.info(a).shape, weights.info(b).shape, rank, reader, folder)
+        updates[name] = LowRankUpdate(a=_read(weights, a), b=_read(weights, b), scale=scale)
+    base = config.get("base_model_name_or_path")
+    return Adapter(
+        path=folder,
+        digest=adapter_digest(folder),
+        base=base if isinstance(base, str) else None,
+        updates=updates,
+    )
+
+
+def adapter_digest(folder: Path) -> str:
+    """Return the SHA-256 of an adapter's config and weights.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    digests = "".join(file_digest(folder / name) for name in (ADAPTER_CONFIG, _WEIGHTS))
+    return hashlib.sha256(digests.encode()).hexdigest()
+
+
+def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> CheckpointReader:
+    """Return a view of a base model that merges an adapter into each weight when the weight is read.
+
+    Args:
+        reader: reader of the base, as `open_dense` returns it.
+        adapter: the adapter.
+        family: family of the model.
+    Raises:
+        ModelError: the base is a GGUF file, or a weight of the adapter is stored as codes or as a part of another
+            tensor.
+    """
+    if is_gguf(reader.path):  # its rows may be in another order
+        raise ModelError(f"{reader.path} is a GGUF file; an adapter can be merged only into the folder of its base")
+    model = ModelReader.of(reader, family)
+    tensors = {name: reader.info(name) for name in reader.names}
+    for name, update in adapter.updates.items():
+        stored = model.stored_name(f"{name}.weight")
+        info = tensors.get(stored)
+        if isinstance(info, EncodedInfo):
+            raise ModelError(
+                f"{reader.path} is quantized, and an adapter is never merged into quantized weights; quantize the "
+                "dense base with --adapter, or use `generate --adapter`"
+            )
+        if info is None or info.shape != model.info(f"{name}.weight").shape:
+            raise ModelError(f"{adapter.path}: {name} is a part of another tensor of {reader.path}; {_MERGE}")
+        tensors[stored] = _merged_info(stored, info, update)
+    count = len(adapter.updates)
+    note = f"an adapter of rank {adapter.rank} is merged into {count} weights while they are read"
+    return reader.view(tensors, reader.config, note)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _MergedInfo(EncodedInfo):
+    """Description of a weight with an update merged into it; can be read only as values."""
+
+    update: LowRankUpdate
+
+    def values(self, read: Read) -> Tensor:
+        return self.update.merged(read(self.parts["weight"]))
+
+
+def _merged_info(name: str, info: TensorInfo, update: LowRankUpdate) -> _MergedInfo:
+    return _MergedInfo(
+        kind=info.kind,
+        shape=info.shape,
+        file=info.file,
+        offset=info.offset,
+        num_bytes=info.num_bytes,
+        where=f"{info.file}: {name}",
+        parts={"weight": info},
+        scheme=None,
+        decoder=_no_codes,
+        transposed=False,
+        update=update,
+    )
+
+
+def _no_codes(*_: Any) -> Any:
+    raise AssertionError("a merged weight has no codes")
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], CheckpointReader]:
+    """Return the config of an adapter and a reader of its tensors."""
+    check_path(folder, ModelError)
+    if not folder.is_dir():
+        raise ModelError(f"no such adapter: {folder}; give the folder that holds {ADAPTER_CONFIG} and {_WEIGHTS}")
+    check_links(folder)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(f"{folder} has no {ADAPTER_CONFIG}; give the folder of an adapter that PEFT has saved")
+    if not (folder / _WEIGHTS).is_file():
+        pickles = [name for name in _PICKLES if (folder / name).is_file()]
+        raise ModelError(
+            f"{folder} has no {_WEIGHTS}"
+            + (
+                f", only {pickles[0]}; quantkit never loads pickle files, which can run code; if you trust the file, "
+                "load the adapter with PEFT and save it again"
+                if pickles
+                else "; download or copy it again"
+            )
+        )
+    return read_object(folder / ADAPTER_CONFIG, ModelError), CheckpointReader.of_file(folder / _WEIGHTS)
+
+
+def _check_config(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise ModelError if the adapter is no plain LoRA."""
+    where = folder / ADAPTER_CONFIG
+    if config.get("peft_type") != "LORA":
+        raise ModelError(
+            f"{where}: peft_type is {shorten(config.get('peft_type'))}; only 'LORA' is supported; {_MERGE}"
+        )
+    # PEFT gives every feature an entry that is empty or false while the feature is off.
+    for key, value in config.items():
+        if key not in _KNOWN and value:
+            raise ModelError(f"{where}: {shorten(key)} is {shorten(value)}, which is not supported; {_MERGE}")
+    if config.get("bias", "none") != "none":
+        raise ModelError(f"{where}: bias is {shorten(config['bias'])}, which changes biases of the base; {_MERGE}")
+    initial = config.get("init_lora_weights")
+    if initial not in _INITIAL:
+        raise ModelError(
+            f"{where}: init_lora_weights is {shorten(initial)}, which may have changed the base's weights; save the "
+            "adapter with PEFT's path_initial_model_for_weight_conversion"
+        )
+
+
+def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
+    """Return the names of A and B of each adapted module, keyed first by the module's name in PEFT."""
+    (file,) = weights.files
+    pairs: dict[str, dict[str, str]] = {}
+    strange = [name for name in weights.names if _TENSOR.fullmatch(name) is None]
+    if strange:
+        raise ModelError(
+            f"{file}: {_some(strange)} cannot be used: only linears are supported, with tensors named "
+            f"base_model.model.<linear>.lora_A.weight and lora_B.weight; {_MERGE}"
+        )
+    for name in weights.names:
+        module, kind = _TENSOR.findall(name)[0]
+        pairs.setdefault(module, {})[kind] = name
+    single = [module for module, pair in pairs.items() if len(pair) == 1]
+    if single:
+        raise CheckpointError(f"{file}: {_some(single)}: lora_A or lora_B is missing; download the file again")
+    if not pairs:
+        raise ModelError(f"{file} holds no tensors; save the adapter again")
+    return pairs
+
+
+def _own_names(modules: Iterable[str], reader: ModelReader, folder: Path) -> dict[str, str]:
+    """Return the base's names of the adapted modules, keyed by the names in PEFT."""
+    names = {module: reader.own_name(f"{module}.weight").removesuffix(".weight") for module in modules}
+    outside = [name for name in names.values() if name in (reader.family.embedding, reader.family.head)]
+    if outside:
+        raise ModelError(f"{folder} changes {_some(outside)}: embedding and output head cannot be adapted; {_MERGE}")
+    missing = [module for module, name in names.items() if f"{name}.weight" not in reader]
+    if missing:
+        raise ModelError(
+            f"{folder} is for another base model: {reader.path} does not have {_some(missing)} "
+            f"({len(missing)} of the adapter's {len(names)} linears); give the base that the adapter was trained on"
+        )
+    if len(set(names.values())) < len(names):
+        raise ModelError(f"{folder} changes one linear under two names; save the adapter again")
+    return names
+
+
+def _scale(config: Mapping[str, Any], module: str, folder: Path, budget: Budget) -> tuple[int, float]:
+    """Return rank and scale of a module's update."""
+    rank = _of_module(config, "rank_pattern", "r", module, folder, budget)
+    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module, folder, budget)
+    if rank < 1 or rank != int(rank):
+        raise ModelError(f"{folder / ADAPTER_CONFIG}: the rank of {module} is {rank}, not a whole number above 0")
+    return int(rank), alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _of_module(
+    config: Mapping[str, Any], patterns: str, default: str, module: str, folder: Path, budget: Budget
+) -> float:
+    """Return a number of the first pattern that matches a module as in PEFT, or else the number for all modules."""
+    where, table = folder / ADAPTER_CONFIG, config.get(patterns) or {}
+    if not isinstance(table, dict):
+        raise ModelError(f"{where}: {patterns} is {shorten(table)}, not an object; save the adapter again")
+    value, key = config.get(default), default
+    try:
+        for pattern, number in table.items():
+            if matches(rf"re:(.*\.)?({pattern})", module, budget):
+                value, key = number, f"{patterns}[{pattern!r}]"
+                break
+    except SchemeError as error:
+        raise ModelError(f"{where}: {patterns}: {error}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ModelError(f"{where}: {shorten(key)} is {shorten(value)}, not a number; save the adapter again")
+    return value
+
+
+def _check_shapes(
+    name: str, a: tuple[int, ...], b: tuple[int, ...], rank: int, reader: ModelReader, folder: Path
+) -> None:
+    """Raise ModelError if the shapes of A and B do not fit the base's weight and the rank in the config."""
+    shape = reader.info(f"{name}.weight").shape
+    if len(shape) != 2:
+        raise ModelError(f"{folder} changes {name}, whose weight has shape {shape}: only linears can be; {_MERGE}")
+    expected = ((rank, shape[1]), (shape[0], rank))
+    if (a, b) != expected:
+        raise ModelError(
+            f"{folder} does not fit {reader.path}: {name} has lora_A {a} and lora_B {b}, expected {expected[0]} and "
+            f"{expected[1]} for rank {rank}; give the base that the adapter was trained on"
+        )
+
+
+def _read(weights: CheckpointReader, name: str) -> Tensor:
+    """Return a tensor of the adapter; its values must be finite floats."""
+    info = weights.info(name)
+    if info.kind not in _FLOATS:
+        raise CheckpointError(f"{info.file}: {name} has dtype {info.kind}, not {', '.join(_FLOATS)}; save it as floats")
+    value = weights.tensor(name)
+    if not bool(torch.isfinite(value).all()):
+        raise CheckpointError(f"{info.file}: {name} has NaN or infinite values; train or download the adapter again")
+    return value
+
+
+def _some(names: list[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(shorten(name, 100) for name in names[:_SHOWN]) + others
