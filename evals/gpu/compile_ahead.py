@@ -151,7 +151,7 @@ def _run_small(model: NativeModel, page: int) -> None:
 
     def run(tokens: Sequence[int], start: int) -> None:
         holders = [
-            SimpleNamespace(id=i, row=i, pages=list(range(pages)), num_table_entries=0, num_evicted=0)
+            SimpleNamespace(id=i, row=i, pages=list(range(pages)), num_table_entries=0, num_evicted=0, adapter=None)
             for i in range(len(tokens))
         ]
         batch: ForwardBatch = build(

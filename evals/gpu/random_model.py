@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from linears import SCHEMES, random_weight
 from timing import dtype_on
 from torch import Tensor
+from torch.nn.functional import embedding as look_up
 
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import Linear
@@ -139,14 +141,14 @@ def make_model(shape: str, weights: str, device: torch.device) -> NativeModel:
     kind, head_kind = WEIGHTS[weights]
     source = RandomWeights(config=config, kind=kind, device=device, dtype=dtype_on(device.type))
     ropes = list(dict.fromkeys(filter(None, config.ropes)))
-    embedding = source.tensor("embedding", (config.vocab_size, config.hidden_size))
+    table = source.tensor("embedding", (config.vocab_size, config.hidden_size))
     blocks = [build_block(source, index, ropes) for index in range(config.num_layers)]  # type: ignore[arg-type]
     head = source.linear_of(config.vocab_size, config.hidden_size, head_kind)
     return NativeModel(
         config=config,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
-        embedding=embedding,
+        embedding=partial(look_up, weight=table),
         blocks=blocks,
         ropes=ropes,
         final_norm=source.norm("norm"),

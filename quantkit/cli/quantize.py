@@ -103,7 +103,6 @@ def command(
       quantkit quantize --recipe gptq-int4 --samples 16 -o demo-gptq
       quantkit quantize --recipe w8a8-int8 --samples 16 --sequence-length 512
       quantkit quantize --recipe rtn-int4 --for vllm:h100 -o demo-vllm
-      quantkit quantize base --adapter my-lora --recipe gptq-int4 -o merged-int4
       quantkit quantize --recipe awq-int4 --verify --gate "kl<=0.05" -o demo-safe
     """
     from quantkit import distributed

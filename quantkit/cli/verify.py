@@ -210,7 +210,8 @@ def command(
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
       kl, kl_p99, top1, length_ratio, margin[DECISION], flips, loop_rate,
       unended, right_format, valid_calls, ttft_ratio, itl_ratio, tpot_ratio,
-      throughput_ratio, memory_ratio, size_ratio, bits_per_weight, acceptance_ratio.
+      throughput_ratio, memory_ratio, size_ratio, bits_per_weight,
+      acceptance_ratio.
 
     \b
     Examples:

@@ -97,12 +97,12 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
         time.sleep(0.05 if set(batch.query_lengths) == {1} else 0.12)
         return torch.zeros(len(batch.logit_rows), demo.model.vocab_size)
 
-    monkeypatch.setattr(demo.model, "forward", slow)
+    monkeypatch.setattr(demo.model, "compute", slow)
     load = make_load(closed_loop(1, prompt_tokens=16, new_tokens=9, num_requests=1), 1000, avoid=(0, 1))
     alone = dataclasses.replace(load.workload, num_warmup=0)
     load = dataclasses.replace(load, workload=alone, prompts=load.prompts[-1:], new_tokens=(9,))
     bench_firsts, bench_gaps, firsts, gaps = [], [], [], []
-    with demo.engine.runner.layer_by_layer():  # one native call would not call `forward`
+    with demo.engine.runner.layer_by_layer():  # one native call would not call `compute`
         for _ in range(4):
             bench = run_load(demo.engine, load)
             bench_firsts.extend(bench.ttft_s)

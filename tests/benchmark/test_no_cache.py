@@ -19,9 +19,9 @@ def demo():
 @pytest.fixture
 def computed(demo, monkeypatch):
     """Tokens of every forward pass; decode steps run layer by layer, since one native call is not seen here."""
-    forward, counts = demo.model.forward, []
+    compute, counts = demo.model.compute, []
     monkeypatch.setattr(
-        demo.model, "forward", lambda batch, cache: (counts.append(len(batch.token_ids)), forward(batch, cache))[1]
+        demo.model, "compute", lambda batch, cache: (counts.append(len(batch.token_ids)), compute(batch, cache))[1]
     )
     with demo.engine.runner.layer_by_layer():
         yield counts

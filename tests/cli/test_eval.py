@@ -31,7 +31,7 @@ def test_a_table_for_people(run):
     assert "demo_facts" in answer.stdout
     assert "1.0000" in answer.stdout
     assert "KV cache auto" in answer.stdout
-    assert "the demo model: reading the items of 1 tasks" in answer.stderr
+    assert "the demo model: reading the items of 1 task" in answer.stderr
 
 
 def test_json_is_the_record_and_nothing_else(run, text_file):

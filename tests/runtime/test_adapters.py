@@ -222,9 +222,9 @@ def test_decode_steps_are_one_call_that_gives_the_same_bits(loud_llama, adapters
     told = "one native call; layer by layer where requests of a step have different adapters"
     assert llm.describe()["decode steps"] == told
     assert "adapter two: two, rank 16, 14 linears, SHA-256 " in llm.describe()["notes"]
-    asked, forward = prompts(5, 40, 12, vocab_size=258), llm.model.forward
+    asked, compute = prompts(5, 40, 12, vocab_size=258), llm.model.compute
     layer_by_layer = []
-    llm.model.forward = lambda batch, cache: layer_by_layer.append(batch) or forward(batch, cache)
+    llm.model.compute = lambda batch, cache: layer_by_layer.append(batch) or compute(batch, cache)
     for who in ((None,) * 3, ("one",) * 3, ("two",) * 3, ("one", None, "one")):
         params = [SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1, adapter=name) for name in who]
         ours, theirs = (each.generate(asked, params) for each in (llm, slow))

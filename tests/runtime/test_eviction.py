@@ -289,7 +289,7 @@ def test_refused_before_anything_is_loaded(tmp_path):
     with pytest.raises(RequestError, match=r"pages of 4 tokens and a sliding window of 32, give at least 44"):
         LLM(windowed, page_size=4, kv_budget=40, lazy=True)
     plain = make_loud_model(tmp_path / "plain", "llama")
-    with pytest.raises(RequestError, match="a draft model keeps all keys and values"):
+    with pytest.raises(RequestError, match="a draft model or an MTP head, which keep all keys"):
         LLM(plain, kv_budget=256, speculate=plain, lazy=True)
     with pytest.raises(RequestError, match="keeps its own keys and values"):
         LLM(plain, kv_budget=256, backend="transformers")

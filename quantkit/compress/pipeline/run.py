@@ -28,7 +28,6 @@ from quantkit.compress.recipe import Recipe
 from quantkit.distributed import broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
-from quantkit.inspection import inspect
 from quantkit.machine.devices import threads_within_quota
 from quantkit.machine.system import peak_bytes
 from quantkit.native.openmp_wait import watch_neighbours
@@ -100,6 +99,8 @@ def quantize(
         entries = {"general.name": name, **made_by(recipe, folder, codes)}
         written = convert(codes, recipe.format, whole, embedding=recipe.embedding, entries=entries, overwrite=True)
         stage.promote(whole)
+    from quantkit.inspection import inspect  # imports the gguf package
+
     bits = inspect(file).bits_per_weight or result.bits_per_weight  # the file's blocks may be smaller than the groups
     return replace(result, output=str(file), output_bytes=written.output_bytes, bits_per_weight=bits)
 

@@ -158,7 +158,7 @@ def test_an_input_that_is_always_zero_has_no_scale(model, tmp_path):
     copy = make_model(tmp_path / "model")
     (copy / "text.txt").write_text(TEXT)
     edit_tensors(copy, model__layers__0__input_layernorm__weight=torch.zeros(64))
-    with pytest.raises(DataError, match=r"layers\.0\.self_attn\.q_proj: the largest input .* is 0\.0"):
+    with pytest.raises(DataError, match=r"layers\.0\.self_attn\.q_proj: .*the largest input .* is 0\.0"):
         quantized(copy, tmp_path / "out", FP8_STATIC)
 
 

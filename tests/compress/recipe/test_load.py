@@ -327,7 +327,14 @@ def test_the_documentation_names_every_field_and_every_option():
     }
     sections |= {"kv_cache.": KVCacheSection, "measured.": Measured}
     for prefix, section in sections.items():
-        for name in section.model_fields.keys() - {"weights", "activations", "calibration", "kv_cache", "measured"}:
+        for name in section.model_fields.keys() - {
+            "weights",
+            "activations",
+            "calibration",
+            "kv_cache",
+            "measured",
+            "mtp",
+        }:
             assert f"\n| `{prefix}{name}` |" in text, prefix + name
 
 

@@ -71,7 +71,7 @@ def builder() -> BatchBuilder:
 
 def eager_batch(count: int, pages: int) -> ForwardBatch:
     holders = [
-        SimpleNamespace(id=i, row=i, pages=np.arange(pages).tolist(), num_table_entries=0, num_evicted=0)
+        SimpleNamespace(id=i, row=i, pages=np.arange(pages).tolist(), num_table_entries=0, num_evicted=0, adapter=None)
         for i in range(count)
     ]
     return builder().build([ScheduledChunk(holder, [1], pages * PAGE - 1, 1) for holder in holders])
@@ -93,7 +93,7 @@ def test_graphs_compile_nothing_that_eager_steps_do_not(launches, shape, weights
     for count in (1, 2, 3, 5, 9, MOST_SEQUENCES):
         for pages in (1, 17, MOST_PAGES):
             holders = [
-                SimpleNamespace(id=i, row=i, pages=[0] * pages, num_table_entries=0, num_evicted=0)
+                SimpleNamespace(id=i, row=i, pages=[0] * pages, num_table_entries=0, num_evicted=0, adapter=None)
                 for i in range(count)
             ]
             assert graphs.run([ScheduledChunk(one, [1], pages * PAGE - 1, 1) for one in holders]) is not None

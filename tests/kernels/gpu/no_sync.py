@@ -99,7 +99,7 @@ MIXES = {
 
 
 def holder(number, pages):
-    return SimpleNamespace(id=number, row=number, pages=pages, num_table_entries=0, num_evicted=0)
+    return SimpleNamespace(id=number, row=number, pages=pages, num_table_entries=0, num_evicted=0, adapter=None)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -127,7 +127,7 @@ def test_prompts_wait_for_nothing_either(no_wait, kv):
     spans = ((0, 3, PAGE + 7, 1), (1, 9, 10, 1), (2, 20, 24, 4), (3, 0, 5, 0))
     chunks = [
         ScheduledChunk(
-            SimpleNamespace(id=i, row=i, pages=[2 * i, 2 * i + 1], num_table_entries=0, num_evicted=0),
+            SimpleNamespace(id=i, row=i, pages=[2 * i, 2 * i + 1], num_table_entries=0, num_evicted=0, adapter=None),
             [5] * (end - start),
             start,
             num_logits,
