@@ -138,9 +138,7 @@ def test_verify_passes_on_what_it_is_given_and_writes_only_where_told(monkeypatc
     calls = []
     report = make_report()
     monkeypatch.setattr(pair_checks, "check_pair", lambda *given, adapters: calls.append(given) or given)
-    monkeypatch.setattr(
-        run, "verify_pair", lambda given, options, progress, keep: report if given is calls[-1] else None
-    )
+    monkeypatch.setattr(run, "verify_pair", lambda given, *_, **__: report if given is calls[-1] else None)
     assert quantkit.verify("out") is report
     assert not list(tmp_path.iterdir())
     quantkit.verify("out", "model", gates=["kl<=0.1"], output=tmp_path / "new")

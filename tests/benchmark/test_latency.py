@@ -95,7 +95,7 @@ def test_a_slow_model_by_two_clocks(demo, monkeypatch):
 
     def slow(batch, cache):
         time.sleep(0.05 if set(batch.query_lengths) == {1} else 0.12)
-        return torch.zeros(len(batch.logit_rows), demo.model.vocab_size)
+        return torch.zeros(len(batch.logit_rows), demo.model.vocab_size), None
 
     monkeypatch.setattr(demo.model, "compute", slow)
     load = make_load(closed_loop(1, prompt_tokens=16, new_tokens=9, num_requests=1), 1000, avoid=(0, 1))

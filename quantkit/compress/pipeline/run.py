@@ -99,10 +99,15 @@ def quantize(
         entries = {"general.name": name, **made_by(recipe, folder, codes)}
         written = convert(codes, recipe.format, whole, embedding=recipe.embedding, entries=entries, overwrite=True)
         stage.promote(whole)
+    bits = _stored_bits(file) or result.bits_per_weight  # the file's blocks may be smaller than the groups
+    return replace(result, output=str(file), output_bytes=written.output_bytes, bits_per_weight=bits)
+
+
+def _stored_bits(file: Path) -> float | None:
+    """Return the bits per weight of a GGUF file; None if unknown."""
     from quantkit.inspection import inspect  # imports the gguf package
 
-    bits = inspect(file).bits_per_weight or result.bits_per_weight  # the file's blocks may be smaller than the groups
-    return replace(result, output=str(file), output_bytes=written.output_bytes, bits_per_weight=bits)
+    return inspect(file).bits_per_weight
 
 
 def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, device: str) -> None:
