@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoints.adapter import ADAPTER_ENTRY
 from quantkit.checkpoints.folder import CONFIG_NAME, read_config_file
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.kv_cache_entries import CONFIG_KEY as CACHE_KEY
@@ -38,7 +39,7 @@ from quantkit.results import (
 )
 from quantkit.safety.untrusted import parse_yaml, read_object
 
-__all__ = ["compare", "inspect", "read_manifest", "section"]
+__all__ = ["compare", "inspect", "merged_digest", "read_manifest", "section"]
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
 _SHAPE = "weight_shape"
@@ -258,6 +259,21 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
         if path.exists()
         else {}
     )
+
+
+def merged_digest(path: Path) -> str | None:
+    """Return the digest of the adapter that was merged into a checkpoint before it was quantized; None = none was.
+
+    Args:
+        path: directory of the checkpoint, or a GGUF file.
+    Raises:
+        CheckpointError: quantkit.json or the header is damaged.
+    """
+    if is_gguf(path):
+        digest = read_gguf(path).metadata.get(ADAPTER_ENTRY)
+    else:
+        digest = section(read_manifest(path), "identity").get("adapter")
+    return digest if isinstance(digest, str) else None
 
 
 def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...], TowerRecord | None]:

@@ -136,14 +136,25 @@ def test_verify_passes_on_what_it_is_given_and_writes_only_where_told(monkeypatc
     from tests.report.synthetic import make_report
 
     calls = []
-    report = make_report()
-    monkeypatch.setattr(pair_checks, "check_pair", lambda *given, adapters: calls.append(given) or given)
-    monkeypatch.setattr(run, "verify_pair", lambda given, *_, **__: report if given is calls[-1] else None)
+    report, early = make_report(), make_report(name="early")
+
+    def verify_pair(given, options, progress, keep):
+        assert given is calls[-1]
+        keep(early)
+        folder = tmp_path / "new"
+        assert not folder.exists() or "early" in (folder / "report.json").read_text()
+        return report
+
+    monkeypatch.setattr(
+        pair_checks, "check_pair", lambda *given, adapters: calls.append((*given, adapters)) or calls[-1]
+    )
+    monkeypatch.setattr(run, "verify_pair", verify_pair)
     assert quantkit.verify("out") is report
     assert not list(tmp_path.iterdir())
-    quantkit.verify("out", "model", gates=["kl<=0.1"], output=tmp_path / "new")
-    assert calls == [("out", None, None), ("out", "model", ["kl<=0.1"])]
-    assert (tmp_path / "new" / "report.json").is_file()
+    options = run.VerifyOptions(engine={"adapters": ("x=folder",)})
+    quantkit.verify("out", "model", gates=["kl<=0.1"], output=tmp_path / "new", options=options)
+    assert calls == [("out", None, None, ()), ("out", "model", ["kl<=0.1"], ("x=folder",))]
+    assert "early" not in (tmp_path / "new" / "report.json").read_text()
 
 
 def test_importing_torch_does_not_import_quantkit():

@@ -30,6 +30,9 @@ from quantkit.numerics.name_patterns import Budget, matches
 from quantkit.safety.untrusted import check_path, read_object, shorten
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_ENTRY = "quantkit.adapter.sha256"
+"""Entry of a GGUF file: digest of the adapter that was merged before quantizing; absent if there was none."""
+
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")

@@ -316,20 +316,8 @@ def compression() -> CompressionResult:
     )
 
 
-def accepted_drafts() -> Comparison:
-    """Acceptance of the drafts of an MTP head."""
-    return Comparison(
-        subject="accepted drafts: all",
-        metric="share",
-        baseline=0.8,
-        value=0.78,
-        difference=-0.02,
-        low=-0.05,
-        high=0.01,
-        p_value=None,
-        num_samples=1200,
-        verdict="no difference seen",
-    )
+_SHARES = {"baseline": 0.8, "value": 0.77, "difference": -0.03, "low": -0.05, "high": -0.01, "p_value": None}
+DRAFTS = Comparison(subject="accepted drafts: all", metric="share", num_samples=1200, verdict="worse", **_SHARES)
 
 
 def make_report(*, broken: bool = False, gates: tuple[str, ...] = GATES, name: str = "tiny-500m-awq-int4") -> Report:
@@ -363,7 +351,7 @@ def make_report(*, broken: bool = False, gates: tuple[str, ...] = GATES, name: s
         evaluation=ours,
         baseline=original,
         noise=noise,
-        comparisons=(*compare_evaluations(ours, original, noise), accepted_drafts()),
+        comparisons=(*compare_evaluations(ours, original, noise), DRAFTS),
         fidelity=FidelityResult(
             data="demo-heldout",
             num_tokens=8192,

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from quantkit.checkpoints.adapter import ADAPTER_ENTRY
 from quantkit.checkpoints.reader import file_digest
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import bundled_calibration
@@ -12,9 +13,6 @@ from quantkit.distribution import own_version
 from quantkit.errors import CheckpointError
 from quantkit.output.staging import MANIFEST
 from quantkit.safety.untrusted import read_object
-
-ADAPTER_ENTRY = "quantkit.adapter.sha256"
-"""Digest of the adapter that was merged before quantizing; absent if there was none."""
 
 
 def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | float]:

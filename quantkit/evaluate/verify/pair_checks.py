@@ -18,16 +18,13 @@ from quantkit.checkpoints.adapter import adapter_digest
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.algorithms.base import moves_scales
-from quantkit.compress.pipeline.gguf_entries import ADAPTER_ENTRY
 from quantkit.compress.pipeline.identity import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.distribution import installed_version
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError, RequestError
 from quantkit.evaluate.loading import check_same_language
-from quantkit.formats import is_gguf
-from quantkit.formats.ggml.gguf_file import read_gguf
-from quantkit.inspection import inspect, read_manifest, section
+from quantkit.inspection import inspect, merged_digest, read_manifest, section
 from quantkit.machine.devices import processor_name
 from quantkit.output.staging import MANIFEST, check_text, open_stage
 from quantkit.output.writer import writing
@@ -139,7 +136,7 @@ def check_pair(
         raise ModelError(f"{path} is its own baseline; give the original model as --baseline")
     # Headers before hashes: a wrong pair is reported without reading the weights.
     _check_vocabularies(reader, original)
-    digest = merged_digest(path, manifest)
+    digest = merged_digest(path)
     adapter: Path | None = None
     of_adapter: tuple[str, ...] = ()
     if digest is not None:
@@ -160,19 +157,6 @@ def check_pair(
         has_adapter=digest is not None,
         adapter=adapter,
     )
-
-
-def merged_digest(path: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Return the digest of the adapter that was merged into a checkpoint before it was quantized; None = none was.
-
-    Args:
-        path: directory of the checkpoint, or a GGUF file.
-        manifest: contents of quantkit.json.
-    """
-    digest = section(manifest, "identity").get("adapter")
-    if is_gguf(path):
-        digest = read_gguf(path).metadata.get(ADAPTER_ENTRY)
-    return digest if isinstance(digest, str) else None
 
 
 def _adapter(

@@ -50,9 +50,8 @@ class DecodeProgram:
         self._tokens = np.zeros(max_sequences, dtype=np.int64)
         self._token_ids = torch.from_numpy(self._tokens)
         self.hidden: Tensor | None = None
-        self._recorded: dict[
-            str | None, tuple[Program, Tensor, Tensor, Tensor]
-        ] = {}  # keyed by the name of the adapter
+        # Keyed by the name of the adapter; see `record`.
+        self._recorded: dict[str | None, tuple[Program, Tensor, Tensor, Tensor]] = {}
         for adapter in (None, *model.adapters.by_name):
             self._prepare(adapter, 1)
 

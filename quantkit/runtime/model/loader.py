@@ -115,6 +115,18 @@ def load_model(
     return load_with_transformers(reader, dtype=chosen, device=device, eos_ids=read_eos(reader), notes=notes)
 
 
+def _read_adapters(path: Path, folders: Mapping[str, Path], family: Family) -> Adapters:
+    """Read adapters, and refuse one that was merged into the checkpoint: it would be applied twice."""
+    from quantkit.inspection import merged_digest  # imports the gguf package
+
+    dense = ModelReader.of(open_dense(path), family)
+    loaded, merged_already = Adapters({n: read_adapter(f, dense) for n, f in folders.items()}), merged_digest(path)
+    for name, digest in loaded.digests.items():
+        if digest == merged_already:
+            raise ModelError(f"{path}: adapter {name!r} was merged into its weights already; leave --adapter out")
+    return loaded
+
+
 def _merged(path: Path, adapter: Path | str, family: Family) -> CheckpointReader:
     """Return a reader of an unquantized model with an adapter merged."""
     dense = open_dense(path)  # which knows whether weights are quantized, so that merging refuses them
@@ -161,10 +173,7 @@ def load_native(
         ModelError, CheckpointError, ResourceError: see `load_model`.
         RequestError: the checkpoint has no MTP head, although it is asked for.
     """
-    loaded = Adapters()
-    if adapters:
-        dense = ModelReader.of(open_dense(reader.path), config.family)
-        loaded = Adapters({name: read_adapter(folder, dense) for name, folder in adapters.items()})
+    loaded = _read_adapters(reader.path, adapters, config.family) if adapters else Adapters()
     reader = ModelReader.of(reader, config.family)
     format_, scheme = find_format(reader)
     drafting = find_draft_head(config, reader) if mtp else None

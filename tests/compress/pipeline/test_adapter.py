@@ -128,3 +128,10 @@ def test_a_killed_run_goes_on_bit_for_bit_and_only_with_its_adapter(tiny_llama, 
     moved = shutil.copytree(adapter, tmp_path / "moved")
     assert quantize(tiny_llama, out, text_file, adapter=moved).resumed_layers == 1
     assert hashes(out) == hashes(whole)
+
+
+def test_a_merged_adapter_is_not_applied_again(tiny_llama, adapter, tmp_path):
+    overrides = {"weights.group_size": 32}
+    quantkit.quantize(tiny_llama, "rtn-int4", tmp_path / "out", overrides=overrides, adapter=adapter)
+    with pytest.raises(ModelError, match="adapter 'lora' was merged into its weights already; leave --adapter out"):
+        quantkit.LLM(tmp_path / "out", adapters=[str(adapter)])
