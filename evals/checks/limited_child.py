@@ -34,6 +34,8 @@ def import_all() -> None:
     import quantkit
 
     ours = [module.name for module in pkgutil.walk_packages(quantkit.__path__, "quantkit.")]
+    # A compiled kernel library beside a module looks like an extension module, and may be for another CPU.
+    ours = [name for name in ours if "-" not in name]
     ours.remove("quantkit.__main__")
     for name in (*LIBRARIES, *ours):
         with contextlib.suppress(ImportError):  # what is not installed here

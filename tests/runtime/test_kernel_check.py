@@ -44,7 +44,7 @@ def load(monkeypatch, tmp_path, caplog):
             kernel_check, "_CHILD", f"{code}from quantkit.runtime.engine.kernel_check import main; main()"
         )
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.WARNING, logger="quantkit"):  # a command with --quiet leaves another level
             kernel_check.check_kernels(DEVICE)
         return [record.message for record in caplog.records]
 
