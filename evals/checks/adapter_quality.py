@@ -31,6 +31,7 @@ import quantkit
 from quantkit.evaluate.loading import load_llm
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/adapter"
+TRAINING = "training.json"
 
 
 def main() -> None:
@@ -80,6 +81,8 @@ def train(options: argparse.Namespace) -> None:
         optimizer.zero_grad()
         print(f"step {step + 1} of {options.steps}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(options.adapter)
+    kept = {key: getattr(options, key) for key in ("steps", "batch", "length", "rate")}
+    (options.adapter / TRAINING).write_text(json.dumps({"text": options.text.name, **kept}, indent=1) + "\n")
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -148,7 +151,8 @@ def _load(path: Path, **settings: Any) -> Any:
 
 def _adapter(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    return {key: config[key] for key in ("r", "lora_alpha", "target_modules")}
+    training = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    return {**{key: config[key] for key in ("r", "lora_alpha", "target_modules")}, "training": training}
 
 
 def _numbers(value: Interval) -> list[float]:

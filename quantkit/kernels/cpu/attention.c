@@ -289,12 +289,16 @@ static int run_task(const attention *a, const task *t, int64_t head) {
     return 0;
 }
 
-/* Divide the batch into tasks of at most ROWS or ROWS_OF_TILES rows (or of one token). Returns their number, or -1 if
-   out of memory. */
+/* How many new tokens a task has at most: ROWS or ROWS_OF_TILES rows, or one token. */
+static int64_t tokens_per_task(const attention *a) {
+    int64_t rows = QK_AMX && a->type == QK_BF16 && qk_has_amx() ? ROWS_OF_TILES : ROWS;
+    return qk_max(1, rows / a->group);
+}
+
+/* Divide the batch into tasks. Returns their number, or -1 if out of memory. */
 static int64_t cut_tasks(const attention *a, task **tasks, double *work) {
     const kv_batch *batch = a->batch;
-    int64_t rows = QK_AMX && a->type == QK_BF16 && qk_has_amx() ? ROWS_OF_TILES : ROWS;
-    int64_t per_task = qk_max(1, rows / a->group), count = 0, start = 0;
+    int64_t per_task = tokens_per_task(a), count = 0, start = 0;
     for (int64_t i = 0; i < batch->sequences; i++)
         count += (batch->query_lengths[i] + per_task - 1) / per_task;
     *tasks = qk_scratch(QK_SLOT_ATTENTION_A, (size_t)(count + 1) * sizeof(task));
@@ -311,10 +315,15 @@ static int64_t cut_tasks(const attention *a, task **tasks, double *work) {
     return count;
 }
 
-int kv_attend_token(const attention *a, int64_t sequence, int64_t head) {
-    task t = {sequence, sequence, 0, 1};
+int kv_attend_head(const attention *a, int64_t sequence, int64_t start, int64_t head) {
+    int64_t length = a->batch->query_lengths[sequence], per_task = tokens_per_task(a);
+    for (int64_t first = 0; first < length; first += per_task) {
+        task t = {sequence, start, first, qk_min(per_task, length - first)};
+        if (run_task(a, &t, head))
+            return 1;
+    }
     kv_new_states states = {a->layer, a->batch, a->key, a->value, a->key_stride, a->value_stride, a->type};
-    return run_task(a, &t, head) || kv_store_head(&states, sequence, sequence, head);
+    return kv_store_head(&states, sequence, start, head);
 }
 
 /* Below this many query-key pairs times channels, waking a second thread costs more than it saves. */

@@ -18,6 +18,6 @@ typedef struct {
     int type;
 } attention;
 
-/* Attend for one key head of one sequence, then store the new token's key and value. Each sequence of the batch has one
-   new token. Calls for different heads or sequences may run at the same time. Returns 0, or 1 if out of memory. */
-int kv_attend_token(const attention *a, int64_t sequence, int64_t head);
+/* Attend for one key head of one sequence, then store the keys and values of its new tokens. `start` is the row of the
+   first new token. Calls for different heads or sequences may run at the same time. Returns 0, or 1 if out of memory. */
+int kv_attend_head(const attention *a, int64_t sequence, int64_t start, int64_t head);

@@ -15,7 +15,7 @@
 enum { NORM, LINEAR, LINEAR_INT8, ATTENTION, GATE, ADD };
 enum { SPINS = 4000 }; /* a few tens of microseconds */
 
-/* An operation on the rows of a step, one row per sequence. Buffers are dense, except for `stride`. */
+/* An operation on the rows of a step, one row per new token. Buffers are dense, except for `stride`. */
 typedef struct {
     int64_t kind, meets;       /* meets: whether all threads must end it before the next operation begins */
     const void *what;          /* norm: weight; product: QkLinear; attention: Attend */
@@ -40,8 +40,9 @@ typedef struct {
 typedef struct {
     const Op *ops;
     int64_t count, type;      /* type: QK_F32 or QK_BF16 */
-    const kv_batch *batch;    /* one new token per sequence */
+    const kv_batch *batch;
     const int64_t *positions; /* of the new tokens in their texts */
+    int64_t rows;             /* new tokens of all sequences */
 } Program;
 
 typedef struct {
@@ -98,40 +99,53 @@ static void run_gate(const Op *op, int64_t rows, int type, int thread, int threa
                     (int)op->choice, type);
 }
 
+/* Norm and rotate the queries and the key of one row that belong to a key head. */
+static void prepare_head(const Attend *call, const attention *a, int64_t head, int64_t position) {
+    int64_t bytes = a->layer->key.width * qk_state_bytes(a->type), at = position * call->half;
+    for (int64_t i = 0; i <= a->group; i++) { /* the key last */
+        char *states = i < a->group ? (char *)a->query + (head * a->group + i) * bytes : (char *)a->key + head * bytes;
+        if (call->query_norm)
+            qk_norm_row(states, i < a->group ? call->query_norm : call->key_norm, states, a->layer->key.width, a->type,
+                        (float)call->eps, (float)call->offset);
+        if (call->angles)
+            qk_rotate_head(states, (const float *)call->angles[0] + at, (const float *)call->angles[1] + at, call->half,
+                           a->type);
+    }
+}
+
 /* One thread norms, rotates, attends and stores all heads that share a key head. */
 static int run_attention(const Program *p, const Op *op, int thread, int threads) {
     const Attend *call = op->what;
     const kv_layer *layer = call->layer;
     int type = (int)p->type;
     int64_t width = layer->key.width, size = qk_state_bytes(type), heads = layer->heads;
-    int64_t stride = (call->query_heads + 2 * heads) * width, group = call->query_heads / heads;
-    char *query = (char *)op->x, *key = query + call->query_heads * width * size;
-    attention a = {layer, p->batch, (uint8_t *)query, (uint8_t *)key, (uint8_t *)key + heads * width * size, op->out,
-                   stride, stride, stride, call->query_heads, group, call->options->window,
-                   (float)call->options->scale, (float)call->options->softcap, type};
+    int64_t stride = (call->query_heads + 2 * heads) * width;
+    uint8_t *query = (uint8_t *)op->x, *key = query + call->query_heads * width * size;
+    attention a = {layer, p->batch, query, key, key + heads * width * size, op->out, stride, stride, stride,
+                   call->query_heads, call->query_heads / heads, call->options->window, (float)call->options->scale,
+                   (float)call->options->softcap, type};
     int failed = 0;
-    /* Threads take tasks in turn, because sequences differ in length. */
-    for (int64_t task = thread; task < p->batch->sequences * heads; task += threads) {
-        int64_t sequence = task / heads, head = task % heads;
-        for (int64_t i = 0; i <= group; i++) { /* the key head last */
-            char *states = (i < group ? query + (head * group + i) * width * size : key + head * width * size) +
-                           sequence * stride * size;
-            if (call->query_norm)
-                qk_norm_row(states, i < group ? call->query_norm : call->key_norm, states, width, type,
-                            (float)call->eps, (float)call->offset);
-            if (call->angles) {
-                int64_t at = p->positions[sequence] * call->half;
-                qk_rotate_head(states, (const float *)call->angles[0] + at, (const float *)call->angles[1] + at,
-                               call->half, type);
+    int64_t task = 0, start = 0;
+    for (int64_t sequence = 0; sequence < p->batch->sequences; sequence++) {
+        int64_t new = p->batch->query_lengths[sequence];
+        for (int64_t head = 0; head < heads; head++) {
+            /* Threads take tasks in turn, because sequences differ in length. */
+            if (task++ % threads != thread)
+                continue;
+            for (int64_t row = start; row < start + new; row++) {
+                attention one = a;
+                one.query += row * stride * size, one.key += row * stride * size;
+                prepare_head(call, &one, head, p->positions[row]);
             }
+            failed |= kv_attend_head(&a, sequence, start, head);
         }
-        failed |= kv_attend_token(&a, sequence, head);
+        start += new;
     }
     return failed;
 }
 
 static int run_op(const Program *p, const Op *op, int thread, int threads) {
-    int64_t rows = p->batch->sequences;
+    int64_t rows = p->rows;
     int type = (int)p->type;
     QkProduct product = {op->what, op->x, op->out, op->stride, rows, type == QK_BF16, (int)op->choice};
     switch (op->kind) {

@@ -1,6 +1,6 @@
 """A decode step as a list of operations over fixed buffers, which C runs in one call with one team of threads.
 
-The caller records the operations of a model once; `program.c` then runs them for one new token of each sequence. Every
+The caller records the operations of a model once; `program.c` then runs them for the new tokens of a step. Every
 operation gives the same bits as its own function in `kernels.ops`, `linear` or `attention`: threads divide the rows,
 panels, heads or channels of an operation, and a sum does not depend on which thread computes it.
 """
@@ -49,7 +49,12 @@ class _Attend(Structure):
 
 
 class _Program(Structure):
-    _fields_ = (("ops", c_void_p), ("count", c_int64), ("type", c_int64), ("batch", c_void_p), ("positions", c_void_p))
+    _fields_ = (
+        ("ops", c_void_p),
+        *[(name, c_int64) for name in ("count", "type")],
+        *[(name, c_void_p) for name in ("batch", "positions")],
+        ("rows", c_int64),
+    )
 
 
 class AngleTable(Structure):
@@ -67,9 +72,10 @@ class Program:
     """Operations of one decode step, recorded in running order.
 
     Args:
-        rows: maximum number of sequences.
+        rows: maximum number of new tokens in a step, and of sequences.
         dtype: float32 or bfloat16, of all buffers.
     Attributes:
+        lengths: (rows,) int64, new tokens of each sequence.
         contexts: (rows,) int64, tokens of each sequence in the cache after the step.
         positions: (rows,) int64, position of each new token in its text.
         residual_rows: (rows,) int64, see `ForwardBatch`.
@@ -77,10 +83,9 @@ class Program:
 
     def __init__(self, rows: int, dtype: torch.dtype) -> None:
         self.rows, self._dtype = rows, dtype
-        self.contexts, self.positions, self.residual_rows = np.zeros((3, rows), dtype=np.int64)
-        self._ones = np.ones(rows, dtype=np.int64)
+        self.lengths, self.contexts, self.positions, self.residual_rows = np.zeros((4, rows), dtype=np.int64)
         self._batch = Batch(
-            query_lengths=self._ones.ctypes.data,
+            query_lengths=self.lengths.ctypes.data,
             context_lengths=self.contexts.ctypes.data,
             residual_rows=self.residual_rows.ctypes.data,
         )
@@ -88,7 +93,7 @@ class Program:
         self._kept: list[object] = []  # objects that the pointers of operations refer to
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._products = self._num_linears = 0
-        self._program: Any = None
+        self._program: _Program | None = None
 
     def buffer(self, name: str, width: int) -> Tensor:
         """Return the buffer (rows, width) of this name; layers share it."""
@@ -167,12 +172,12 @@ class Program:
     def _add(self, kind: int, what: int | None, x: Tensor, out: Tensor, *, meets: bool = True, **fields: Any) -> None:
         self._ops.append(_Op(kind=kind, meets=meets, what=what, x=x.data_ptr(), out=out.data_ptr(), **fields))
 
-    def run(self, count: int, table: Array) -> None:
-        """Run all operations for the first `count` rows. The caller must have filled their inputs.
+    def run(self, rows: int, table: Array) -> None:
+        """Run all operations for the first `rows` rows. The caller must have filled their inputs.
 
         Args:
-            count: number of sequences.
-            table: (count, P) int32, page numbers of each sequence.
+            rows: new tokens of all sequences.
+            table: (sequences, P) int32, page numbers of each sequence.
         Raises:
             ResourceError: there is not enough memory for scratch space.
         """
@@ -180,12 +185,13 @@ class Program:
             self._program = self._finish()
         self._batch.page_table = table.ctypes.data
         self._batch.table_stride = table.strides[0] // 4
-        self._batch.sequences = count
-        is_small = count * self._products < _PARALLEL_FROM * self._num_linears
-        if _run()(self._program, 1 if is_small else torch.get_num_threads()):
+        self._batch.sequences = len(table)
+        self._program.rows = rows
+        is_small = rows * self._products < _PARALLEL_FROM * self._num_linears
+        if _run()(byref(self._program), 1 if is_small else torch.get_num_threads()):
             raise ResourceError("out of memory for the scratch space of a decode step")
 
-    def _finish(self) -> Any:
+    def _finish(self) -> _Program:
         ops = (_Op * len(self._ops))(*self._ops)
         program = _Program(
             ops=addressof(ops),
@@ -194,5 +200,5 @@ class Program:
             batch=addressof(self._batch),
             positions=self.positions.ctypes.data,
         )
-        self._kept += [ops, program]
-        return byref(program)
+        self._kept.append(ops)
+        return program

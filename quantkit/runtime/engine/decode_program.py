@@ -3,7 +3,7 @@
 If a model is small, the Python code between its kernels takes as long as the kernels. `record` walks a model once and
 lists the kernel calls that `NativeModel.forward` would make; `kernels.cpu.program` then makes all these calls in C. The
 results are the same bit for bit. This covers dense decoders with RMS norms and gated feed-forward layers. `record`
-refuses other models; their steps run layer by layer, as do steps with prompt tokens or drafts.
+refuses other models; their steps run layer by layer, as do steps with prompt tokens.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from quantkit.kernels import cpu
 from quantkit.kernels.cpu.attention import NativeAttention
 from quantkit.kernels.cpu.linear import NativeLinear
 from quantkit.kernels.cpu.ops import GATES, STATE_TYPES
-from quantkit.kernels.cpu.program import AngleTable, Program
+from quantkit.kernels.cpu.program import AngleTable, Array, Program
 from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.types import Linear
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk, is_decode_step
+from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 from quantkit.runtime.model.adapters import AdaptedLinear
 from quantkit.runtime.model.layers import MLP, Attention, Block, Norm, RMSNorm, SideBySide
 from quantkit.runtime.model.model import NativeModel
@@ -30,8 +30,11 @@ class Unsupported(Exception):
     """A model has a part that no program covers; the message names this part."""
 
 
+_MAX_DRAFTED = 32  # new tokens of a step with drafts; with more, Python takes a small part of the time
+
+
 class DecodeProgram:
-    """Runs decode steps of a model and its cache; the buffers grow to the largest batch so far.
+    """Runs decode steps, with or without drafts, of a model and its cache; buffers grow to the largest step so far.
 
     Args:
         model: model to run.
@@ -45,9 +48,10 @@ class DecodeProgram:
     """
 
     def __init__(self, model: NativeModel, cache: KVCache, builder: BatchBuilder, *, max_sequences: int) -> None:
-        self._model, self._cache, self._builder, self._most = model, cache, builder, max_sequences
+        self._model, self._cache, self._builder = model, cache, builder
+        self._most = max(max_sequences, _MAX_DRAFTED)
         self._angles = [AngleTable() for _ in model.tables]
-        self._tokens = np.zeros(max_sequences, dtype=np.int64)
+        self._tokens = np.zeros(self._most, dtype=np.int64)
         self._token_ids = torch.from_numpy(self._tokens)
         self.hidden: Tensor | None = None
         # Keyed by the name of the adapter; see `record`.
@@ -64,26 +68,41 @@ class DecodeProgram:
         Args:
             chunks, tokens: see `Runner.step`.
         Returns:
-            Logits of each chunk, valid until the next call; None if this is not a decode step, if sequences have
-            different adapters, or if a sequence is so long that the wavelengths of its rotary embedding depend on its
-            length.
+            Logits of each chunk, valid until the next call; None if the step has prompt tokens or too many drafts, if
+            sequences have different adapters, or if a sequence is so long that the wavelengths of its rotary embedding
+            depend on its length.
         """
-        if not is_decode_step(chunks) or not self._update_angles(1 + max(chunk.start for chunk in chunks)):
-            return None
-        count, size, adapter = len(chunks), self._cache.page_size, chunks[0].holder.adapter
-        if any(chunk.holder.adapter != adapter for chunk in chunks):
+        adapter, count, length = chunks[0].holder.adapter, 0, 0
+        for holder, new, start, num_logits in chunks:
+            if len(new) != num_logits or holder.adapter != adapter:
+                return None
+            count, length = count + num_logits, max(length, start + num_logits)
+        if count > self._most or not self._update_angles(length):
             return None
         if count > self._recorded[adapter][0].rows:
             self._prepare(adapter, min(self._most, 1 << (count - 1).bit_length()))
         program, stream, hidden, scores = self._recorded[adapter]
         self.hidden = None if self._model.mtp is None else hidden
-        for index, (holder, new, start, _) in enumerate(chunks):
-            self._tokens[index], program.positions[index] = new[0], start
-            program.contexts[index], program.residual_rows[index] = start - holder.num_evicted + 1, holder.row
-        longest = -(-int(program.contexts[:count].max()) // size)
+        table = self._fill(program, chunks)
         stream[:count] = self._model.embed(self._token_ids[:count] if tokens is None else tokens)
-        program.run(count, self._builder.table_of(chunks, longest))
+        program.run(count, table)
         return self._model.scaled_logits(scores[:count])
+
+    def _fill(self, program: Program, chunks: Sequence[ScheduledChunk]) -> Array:
+        """Write the tokens of a step, and the program's numbers about them; return the page table."""
+        at = 0
+        for index, (holder, new, start, _) in enumerate(chunks):
+            count = len(new)
+            if count == 1:  # the usual case, in which slices would cost more
+                self._tokens[at], program.positions[at] = new[0], start
+            else:
+                self._tokens[at : at + count] = new
+                program.positions[at : at + count] = range(start, start + count)
+            program.lengths[index], program.residual_rows[index] = count, holder.row
+            program.contexts[index] = start - holder.num_evicted + count
+            at += count
+        longest = -(-int(program.contexts[: len(chunks)].max()) // self._cache.page_size)
+        return self._builder.table_of(chunks, longest)
 
     def _update_angles(self, length: int) -> bool:
         """Give the program the angles of positions below `length`.
@@ -107,7 +126,7 @@ def record(
         model: model to run.
         cache: KV cache.
         angles: an angle table for each rotary embedding of the model; their addresses are set before each step.
-        rows: maximum number of sequences.
+        rows: maximum number of new tokens.
         adapter: name of the adapter that all sequences use; None = the base model.
     Returns:
         The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffers, the hidden

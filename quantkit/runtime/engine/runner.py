@@ -132,7 +132,7 @@ class Runner:
         if self._graphs is not None and any(chunk.holder.adapter is not None for chunk in chunks):
             fixed = None  # graphs hold the base model alone
         if fixed is not None and (logits := fixed.run(chunks, tokens)) is not None:
-            self.hidden = None if fixed.hidden is None else fixed.hidden[: len(chunks)]
+            self.hidden = None if fixed.hidden is None else fixed.hidden[: len(logits)]
             return logits
         batch = self.builder.build(chunks)
         if tokens is not None:
