@@ -29,6 +29,8 @@ from score import Interval, difference, interval, log_probabilities, read_window
 
 import quantkit
 from quantkit.evaluate.loading import load_llm
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import PromptScoring, SamplingParams
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/adapter"
 TRAINING = "training.json"
@@ -91,10 +93,12 @@ def compare(options: argparse.Namespace) -> None:
     file = RESULTS / f"{options.base.name}.json"
     rows = known_rows(file)
     original = _load(options.base, merge=options.adapter)
-    windows = read_windows(original, options.text.read_text(encoding="utf-8"), max_windows=options.windows)
+    text = options.text.read_text(encoding="utf-8")
+    windows = read_windows(original, text, max_windows=options.windows)
     predictions = list(log_probabilities(original, windows))
     plain_base, applied = _load(options.base), _load(options.base, adapters=merged, adapter="merged")
     base, same = score([plain_base, applied], original, windows, predictions)
+    distance = logit_difference(options, applied, text)
     del plain_base, applied
     about = {
         **(plain(stamp()) or {}),
@@ -105,6 +109,7 @@ def compare(options: argparse.Namespace) -> None:
         "adapter": _adapter(options.adapter),
         "kl of the base without the adapter": _numbers(interval(base.kl)),
         "kl of the adapter applied to the original": _numbers(interval(same.kl)),
+        "largest logit difference from transformers + PEFT": distance,
         "calibration": f"bundled text, {options.samples} samples of {options.sequence_length} tokens",
     }
     for recipe in options.recipes.split(","):
@@ -128,6 +133,27 @@ def compare(options: argparse.Namespace) -> None:
         print(json.dumps(rows[-1]), flush=True)
 
 
+def logit_difference(options: argparse.Namespace, llm: LLM, text: str) -> float:
+    """Largest absolute difference of the engine's logits from those of transformers + PEFT, both in float32.
+
+    Over the first 1,024 tokens of the text, in two windows. `llm` is the base with the adapter on top.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, options.adapter).eval()
+    tokens, params = llm.encode(text[:20000]), SamplingParams(max_tokens=0, scoring=PromptScoring(logits=True))
+    differences = []
+    for window in (tokens[:512], tokens[512:1024]):
+        (done,) = llm.generate([window], params)
+        with torch.inference_mode():
+            expected = model(torch.tensor([window])).logits[0]
+        assert done.scores is not None and done.scores.logits is not None
+        differences.append((done.scores.logits - expected).abs().max().item())
+    return max(differences)
+
+
 def _quantized(options: argparse.Namespace, recipe: str, how: str) -> Path:
     """A checkpoint of the base, with the adapter merged or without it."""
     folder: Path = options.work / f"{recipe}-{how}"
@@ -144,7 +170,7 @@ def _quantized(options: argparse.Namespace, recipe: str, how: str) -> Path:
     return folder
 
 
-def _load(path: Path, **settings: Any) -> Any:
+def _load(path: Path, **settings: Any) -> LLM:
     # Little cache: a forked child may not reserve what several models could use.
     return load_llm(str(path), dtype="float32", memory="256MiB", **settings)
 

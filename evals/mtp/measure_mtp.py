@@ -1,13 +1,17 @@
 """Acceptance of an MTP head's drafts with its weights, or all weights, at 16, 8 and 4 bits; and what drafts gain.
 
     python evals/mtp/train_mtp.py --out mtp-model
-    python evals/mtp/measure_mtp.py mtp-model WORK    # -> evals/results/mtp/acceptance.json
+    python evals/mtp/measure_mtp.py mtp-model WORK            # -> evals/results/mtp/acceptance.json
+    python evals/mtp/measure_mtp.py mtp-model WORK --speed    # -> evals/results/mtp/speed.json; on a quiet machine
 
 Prompts are the beginnings of documents of the demo language that training did not see. Drafts are forced. Text with
-drafts must equal text without, greedy and sampled, in float32; the script stops if it does not. `gain` compares one
-sequence at a time with and without drafts, on one thread and in turns, by CPU seconds: the machine may be busy. The
-head's linears are rounded to nearest in groups of 32. The model's are quantized by `rtn-int8` and `rtn-int4`; for the
-latter, in groups of 32 too.
+drafts must equal text without, greedy and sampled, in float32; the script stops if it does not. The head's linears are
+rounded to nearest in groups of 32. The model's are quantized by `rtn-int8` and `rtn-int4`; for the latter, in groups of
+32 too.
+
+`--speed` compares one sequence at a time with and without drafts, in turns, by the clock. It does so with the model as
+it is, and with a padded one: layers that add zero, and feed-forward channels that no layer reads. The padded model
+computes the same function, and its steps read as many bytes as those of a larger model.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "demo"))
 
+import torch
 from language import document_of_kind, draw_kind, split_marks
 from provenance import plain, stamp
 from safetensors.torch import load_file, save_file
@@ -37,8 +42,9 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "results/mtp/acceptance.json"
-PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS, ROUNDS = 32, 96, 3, 5
+RESULTS = ROOT / "results/mtp"
+PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS, ROUNDS = 32, 96, 3, 9
+PADDED_LAYERS, PADDED_CHANNELS = 16, 8192
 VARIANTS = ((16, 16), (16, 8), (16, 4), (8, 8), (4, 4))  # bits of the model's linears, and of the head's
 
 
@@ -48,19 +54,28 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder that train_mtp.py wrote")
     parser.add_argument("work", type=Path, help="folder for the variants")
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--speed", action="store_true", help="measure speeds instead of acceptance")
     options = parser.parse_args()
     prompts = held_out(LLM(options.model, lazy=True), options.prompts)
+    if options.speed:
+        models = {"as trained": options.model, "padded": padded(options.model, options.work / "padded")}
+        rows = [{"model": name, **speed(folder, prompts[:8])} for name, folder in models.items()]
+        keep("speed", rows, {"prompts": 8, "rounds": ROUNDS, "threads": 1})
+        return
     rows = []
     for bits, head_bits in VARIANTS:
         folder = make_variant(options.model, options.work / f"model{bits}-head{head_bits}", bits, head_bits)
         rows.append({"model_bits": bits, "head_bits": head_bits, **measure(folder, prompts)})
         print(json.dumps(rows[-1]), flush=True)
-    about = {
-        "prompts": len(prompts), "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "max_drafts": MAX_DRAFTS,
-        "speed_rounds": ROUNDS,
-    }  # fmt: skip
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps({"about": plain(stamp()), "settings": about, "rows": rows}, indent=1) + "\n")
+    keep("acceptance", rows, {"prompts": len(prompts)})
+
+
+def keep(name: str, rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Write a result."""
+    settings |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "max_drafts": MAX_DRAFTS}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    result = {"about": plain(stamp()), "settings": settings, "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def held_out(llm: LLM, count: int) -> list[list[int]]:
@@ -112,26 +127,73 @@ def measure(folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
     again = load(folder, **forced)
     if tokens(again, prompts, sampled) != tokens(without, prompts, sampled):
         raise SystemExit(f"{folder}: sampled text with drafts differs from text without")
-    chosen = load(folder, speculate="mtp", max_drafts=MAX_DRAFTS)
-    seconds: dict[str, list[float]] = {"without": [], "drafted": [], "chosen": []}
-    for _ in range(ROUNDS):
-        for name, llm in (("without", without), ("drafted", drafting), ("chosen", chosen)):
-            began = time.process_time()
-            for prompt in prompts[:8]:
-                llm.generate([prompt], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
-            seconds[name].append(time.process_time() - began)
-    count = 8 * NEW_TOKENS
     return {
         "acceptance": stats["acceptance"],
         "by_position": stats["acceptance_by_position"],
         "drafts": stats["drafted_tokens"],
         "sampled_by_position": again.stats()["acceptance_by_position"],
         "text_is_equal": True,
-        "tokens_per_cpu_s": {name: count / median(each) for name, each in seconds.items()},
-        "gain": {
-            name: median(plain / each for plain, each in zip(seconds["without"], seconds[name], strict=True))
-            for name in ("drafted", "chosen")
-        },
+    }
+
+
+def padded(source: Path, folder: Path) -> Path:
+    """Write the model with more layers and feed-forward channels, none of which change what it computes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    count, width = config["num_hidden_layers"], config["intermediate_size"]
+    config |= {
+        "num_hidden_layers": PADDED_LAYERS,
+        "intermediate_size": PADDED_CHANNELS,
+        "layer_types": ["full_attention"] * PADDED_LAYERS,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for name, weight in list(tensors.items()):
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            noise = torch.randn(PADDED_CHANNELS - width, weight.shape[1]) * weight.float().std()
+            tensors[name] = torch.cat([weight, noise.to(weight.dtype)])
+        elif name.endswith("down_proj.weight"):
+            tensors[name] = torch.cat([weight, weight.new_zeros(len(weight), PADDED_CHANNELS - width)], dim=1)
+    for name, weight in list(tensors.items()):
+        start, _, rest = name.partition(f".layers.{count - 1}.")
+        if rest and not start.startswith("mtp"):
+            silent = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+            for layer in range(count, PADDED_LAYERS):
+                tensors[f"{start}.layers.{layer}.{rest}"] = torch.zeros_like(weight) if silent else weight.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def speed(folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
+    """Tokens per second without drafts, with forced ones and with those that the engine chooses to make."""
+    drafts = {"speculate": "mtp", "max_drafts": MAX_DRAFTS}
+    llms = {
+        "without": load(folder),
+        "drafted": load(folder, force_speculation=True, **drafts),
+        "chosen": load(folder, **drafts),
+    }
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    seconds: dict[str, list[float]] = {name: [] for name in llms}
+    for turn in range(ROUNDS):
+        for name, llm in llms.items():
+            began = time.perf_counter()
+            text = [tokens(llm, [prompt], [params]) for prompt in prompts]
+            seconds[name].append(time.perf_counter() - began)
+            if turn == 0 and name == "without":
+                expected = text
+            if text != expected:
+                raise SystemExit(f"{folder}: text of {name} differs from text without drafts")
+    gains = {
+        name: [plain / each for plain, each in zip(seconds["without"], seconds[name], strict=True)]
+        for name in ("drafted", "chosen")
+    }
+    return {
+        "weight_bytes": llms["without"].stats()["weight_bytes"],
+        "acceptance": llms["drafted"].stats()["acceptance"],
+        "tokens_per_s": {name: len(prompts) * NEW_TOKENS / median(each) for name, each in seconds.items()},
+        "gain": {name: [median(each), min(each), max(each)] for name, each in gains.items()},
     }
 
 
