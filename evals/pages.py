@@ -103,6 +103,11 @@ def runtime(page: str) -> str:
     return section(page, "eviction", generator("page_sections/eviction_page.py").table())
 
 
+def adapters(page: str) -> str:
+    """docs/adapters.md."""
+    return section(page, "measured", generator("page_sections/adapter_page.py").table())
+
+
 def mtp(page: str) -> str:
     """docs/mtp.md."""
     return section(page, "acceptance", generator("page_sections/mtp_page.py").table())
@@ -151,6 +156,7 @@ def readme(page: str) -> str:
 PAGES: dict[str, Callable[[str], str]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
+    "docs/adapters.md": adapters,
     "docs/api.md": api,
     "docs/behaviour.md": behaviour,
     "docs/cli.md": cli,

@@ -7,32 +7,63 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-RESULT = Path(__file__).parents[1] / "results/mtp/acceptance.json"
+RESULTS = Path(__file__).parents[1] / "results/mtp"
 
 
 def table() -> str:
     """The part of the page."""
-    kept = json.loads(RESULT.read_text(encoding="utf-8"))
-    about, settings, rows = kept["about"], kept["settings"], kept["rows"]
+    kept = _read("acceptance")
+    settings, rows = kept["settings"], kept["rows"]
     heads = ["model", "head", *(f"draft {number + 1}" for number in range(settings["max_drafts"])), "all drafts"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         rates = (f"{100 * rate:.1f} %" for rate in (*row["by_position"], row["acceptance"]))
         lines.append(f"| {row['model_bits']} bit | {row['head_bits']} bit | {' | '.join(rates)} |")
-    drafts, gains = (
-        [of(row) for row in rows] for of in (lambda row: row["drafts"], lambda row: row["gain"]["drafted"])
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    taken = f"Commit {about['commit']}, {about['date']}, {versions}, {about['machine']}"
+    drafts = [row["drafts"] for row in rows]
     notes = (
         f"Accepted shares of {min(drafts):,} to {max(drafts):,} drafts per row: {settings['prompts']} prompts of "
         f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} new tokens each, greedy, float32. Texts were "
-        "equal with and without drafts in every row, greedy and sampled. "
-        f"{taken}; [script](../evals/mtp/measure_mtp.py).",
-        f"With drafts, one sequence on one thread decoded {min(gains):.2f} to {max(gains):.2f} times as many tokens "
-        "per CPU second as without. The machine was busy, so this shows neither a gain nor a loss. This model has 3 "
-        "layers, beside which its head costs much, and Python takes a large part of each step: expect other speeds "
-        "of a large model.",
+        f"equal with and without drafts in every row, greedy and sampled. {_taken(kept)}."
     )
-    return "\n".join([*lines, "", notes[0], "", notes[1], ""])
+    return "\n".join([*lines, "", notes, "", *_speed(), ""])
+
+
+def _speed() -> list[str]:
+    kept = _read("speed")
+    settings = kept["settings"]
+    lines = [
+        "| model | weights | acceptance | without drafts | with drafts | gain | gain if the engine chooses |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in kept["rows"]:
+        rates, gains = row["tokens_per_s"], row["gain"]
+        cells = (
+            row["model"],
+            f"{row['weight_bytes'] / 1e6:,.0f} MB",
+            f"{100 * row['acceptance']:.1f} %",
+            f"{rates['without']:,.0f} tokens/s",
+            f"{rates['drafted']:,.0f} tokens/s",
+            *("{:.2f} ({:.2f} to {:.2f})".format(*gains[name]) for name in ("drafted", "chosen")),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    note = (
+        f"One sequence at a time, float32, {settings['threads']} thread, {settings['max_drafts']} drafts per step; "
+        f"medians of {settings['rounds']} rounds in turns, with the least and the greatest. `as trained` has 3 layers: "
+        "its head costs a third of the model, and Python a large part of each step. `padded` is the same model with "
+        "layers that add zero and feed-forward channels that no layer reads: it computes the same, and a step costs "
+        f"what that of a larger model costs. {_taken(kept)}."
+    )
+    return [*lines, "", note]
+
+
+def _taken(kept: dict[str, Any]) -> str:
+    about = kept["about"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    taken = f"Commit {about['commit']}, {about['date']}, {versions}, {about['machine']}"
+    return f"{taken}; [script](../evals/mtp/measure_mtp.py)"
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
