@@ -30,6 +30,7 @@ from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.output.staging import MANIFEST
 from quantkit.quantities import dtype_name
 from quantkit.results import (
+    AdapterRecord,
     CheckpointDifference,
     CheckpointSummary,
     HeadsSummary,
@@ -73,9 +74,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         CheckpointError: the checkpoint is damaged, or its format is not supported.
     """
     format_: Format = GGUF
-    recipe: str | None = None
-    layers: tuple[LayerRecord, ...] = ()
-    tower: TowerRecord | None = None
+    noted: dict[str, Any] = {}
     mtp: HeadsSummary | None = None
     made_by: dict[str, str] = {}
     held = StoredModel(format=GGUF.name)
@@ -84,7 +83,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         architecture = str(file.metadata.get("general.architecture", "unknown"))
         modules = [_gguf_module(name, info) for name, info in file.tensors.items()]
         held = replace(held, other_codes=any(module.num_quantized for module in modules))
-        recipe, made_by = _made_by(file.metadata)
+        noted["recipe"], made_by = _made_by(file.metadata)
     else:
         reader = CheckpointReader(path)
         recognised = recognise(reader.config, str(reader.path / CONFIG_NAME))
@@ -93,7 +92,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
         named = {name: _module(reader, name, local, recognised) for name, local in by_module(reader.names).items()}
         modules, mtp = list(named.values()), _heads(reader, named)
-        recipe, layers, tower = _noted(read_manifest(reader.path))
+        noted = _noted(read_manifest(reader.path))
         held = _stored_model(reader.config, format_, modules)
     linears = [module for module in modules if module.kind != "embedding"]  # a GGUF file may quantize that, too
     weights, stored = sum(m.num_quantized for m in linears), sum(m.quantized_bytes for m in linears)
@@ -105,12 +104,10 @@ def inspect(path: str | Path) -> CheckpointSummary:
         num_bytes=sum(m.num_bytes for m in modules),
         bits_per_weight=8 * stored / weights if weights else None,
         modules=tuple(_summaries(modules)),
-        recipe=recipe,
-        layers=layers,
-        tower=tower,
         mtp=mtp,
         engines=tuple(judge_all(held)),
         made_by=made_by,
+        **noted,
     )
 
 
@@ -276,18 +273,19 @@ def merged_digest(path: Path) -> str | None:
     return digest if isinstance(digest, str) else None
 
 
-def _noted(manifest: Mapping[str, Any]) -> tuple[str | None, tuple[LayerRecord, ...], TowerRecord | None]:
-    """Return what a manifest records: the recipe's name, the records of layers and the record of towers."""
+def _noted(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a manifest records: fields of `CheckpointSummary`."""
     recipe, result = section(manifest, "recipe"), section(manifest, "result")
     layers, records = result.get("layers"), []
     for layer in layers if isinstance(layers, list) else []:
         with contextlib.suppress(ReportError):  # another version's manifest may lack fields
             records.append(LayerRecord.from_dict(layer))
     name = recipe.get("name") or result.get("recipe")
-    tower = None
-    with contextlib.suppress(ReportError):
-        tower = TowerRecord.from_dict(entry) if (entry := section(result, "tower")) else None
-    return name if isinstance(name, str) else None, tuple(records), tower
+    noted: dict[str, Any] = {"recipe": name if isinstance(name, str) else None, "layers": tuple(records)}
+    for key, kind in (("tower", TowerRecord), ("adapter", AdapterRecord)):
+        with contextlib.suppress(ReportError):
+            noted[key] = kind.from_dict(entry) if (entry := section(result, key)) else None
+    return noted
 
 
 def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:

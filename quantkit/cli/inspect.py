@@ -90,6 +90,7 @@ def _overview(summary: CheckpointSummary) -> Table:
             ("architecture", summary.architecture),
             ("format", summary.format),
             ("recipe", summary.recipe),
+            ("adapter", None if summary.adapter is None else summary.adapter.describe()),
             ("parameters", f"{summary.num_parameters:,}"),
             ("size", byte_size(summary.num_bytes)),
             *storage_rows(summary.bits_per_weight, summary),

@@ -337,6 +337,7 @@ class CheckpointSummary(Record):
         recipe: name of the recipe from quantkit.json, if the file exists.
         layers: per-layer errors from quantkit.json, if the file exists.
         tower: linears of vision and audio towers from quantkit.json, if the file exists.
+        adapter: adapter that was merged before quantizing, from quantkit.json, if the file exists.
         mtp: storage of MTP heads; None if the files have none.
         engines: predictions of how engines read the checkpoint.
         made_by: entries `quantkit.*` of a GGUF file: the recipe as YAML, digests of its calibration text, and the KL
@@ -353,6 +354,7 @@ class CheckpointSummary(Record):
     recipe: str | None = None
     layers: tuple[LayerRecord, ...] = field(default=())
     tower: TowerRecord | None = None
+    adapter: AdapterRecord | None = None
     mtp: HeadsSummary | None = None
     engines: tuple[EngineReading, ...] = ()
     made_by: dict[str, str] = field(default_factory=dict)

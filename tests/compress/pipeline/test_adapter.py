@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -64,7 +65,9 @@ def test_the_record_names_the_adapter(tiny_llama, adapter, tmp_path):
     assert manifest["identity"]["adapter"] == manifest["result"]["adapter"]["sha256"] == record.sha256
     assert "path" not in manifest["result"]["adapter"]
     assert json.loads((tmp_path / "out" / "quantkit-run.json").read_text())["adapter"]["path"] == str(adapter)
+    assert quantkit.inspect(tmp_path / "out").adapter == dataclasses.replace(record, path="")
     plain = quantkit.quantize(tiny_llama, "rtn-int4", tmp_path / "plain", overrides=overrides)
+    assert quantkit.inspect(tmp_path / "plain").adapter is None
     assert plain.adapter is None
     assert "adapter" not in json.loads((tmp_path / "plain" / "quantkit.json").read_text())["identity"]
 
