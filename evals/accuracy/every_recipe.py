@@ -1,0 +1,86 @@
+"""Every shipped recipe on a real model, by the command line: its exit code, and linears that are worse than rounding.
+
+    python evals/accuracy/every_recipe.py MODEL WORK                                    # as shipped
+    python evals/accuracy/every_recipe.py MODEL WORK --samples 16 --sequence-length 256 # calibrated with less
+        [--recipes awq-int4,gptq-int4]                      # -> evals/results/recipes/<model>[-16x256].json
+
+A linear counts as worse than rounding if its error, relative to the original model's output and measured on tokens that
+were held out of the calibration, is more than 2 % above that of rounding to nearest. Recipes without such a
+measurement have no such count. Rows are kept as they are done; those that are there already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from processes import run_measured
+from provenance import known_rows, plain, stamp
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "evals/results/recipes"
+MARGIN = 1.02
+
+
+def main() -> None:
+    """A row per recipe."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--sequence-length", type=int)
+    parser.add_argument("--recipes", help="names, joined by commas")
+    options = parser.parse_args()
+    given = {"--samples": options.samples, "--sequence-length": options.sequence_length}
+    size = f"-{options.samples}x{options.sequence_length}" if all(given.values()) else ""
+    file = RESULTS / f"{options.model.resolve().name}{size}.json"
+    rows, shipped = known_rows(file), sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    about = plain(stamp()) or {}
+    for recipe in options.recipes.split(",") if options.recipes else shipped:
+        if any(row["recipe"] == recipe for row in rows):
+            continue
+        text = (ROOT / f"recipes/{recipe}.yaml").read_text(encoding="utf-8")
+        arguments = [str(one) for pair in given.items() if pair[1] and "\ncalibration:" in text for one in pair]
+        rows.append({"recipe": recipe, "commit": about["commit"], **row(options, recipe, arguments)})
+        print(json.dumps(rows[-1]), flush=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+def row(options: argparse.Namespace, recipe: str, arguments: list[str]) -> dict[str, Any]:
+    """Quantize once."""
+    options.work.mkdir(parents=True, exist_ok=True)
+    output = options.work / f"{recipe}.gguf" if recipe.startswith("gguf") else options.work / recipe
+    shutil.rmtree(output, ignore_errors=True)
+    output.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "quantkit", "quantize", str(options.model), "--recipe", recipe, "-o", str(output)]
+    log = options.work / "log.txt"
+    usage = run_measured([*command, *arguments, "--no-resume", "--quiet", "--json", "--device", "cpu"], log)
+    said = log.read_text(encoding="utf-8")
+    made = {"code": usage.code, "wall_s": round(usage.wall_s, 1), "cpu_s": usage.cpu_s, "others": usage.others_share}
+    if usage.code:
+        return made | {"said": usage.said}
+    result = json.loads(said[said.index("{") :])
+    pairs = [
+        (linear["error"], linear["rounding_error"])
+        for layer in result["layers"]
+        for linear in layer["linears"]
+        if linear.get("measure") == "held-out"
+    ]
+    worse = [error / rounding for error, rounding in pairs if error > MARGIN * rounding]
+    return made | {
+        "linears": result["num_quantized"],
+        "held_out": len(pairs),
+        "worse": len(worse),
+        "worst": max(worse, default=None),
+    }
+
+
+if __name__ == "__main__":
+    main()
