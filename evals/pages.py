@@ -113,6 +113,11 @@ def mtp(page: str) -> str:
     return section(page, "acceptance", generator("page_sections/mtp_page.py").table())
 
 
+def recipes(page: str) -> str:
+    """docs/recipes.md."""
+    return section(page, "measured", generator("page_sections/recipes_page.py").table())
+
+
 def scale(page: str) -> str:
     """docs/scale.md."""
     made = generator("page_sections/scale_page.py")
@@ -166,6 +171,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/promises.md": promises,
     "docs/models.md": models,
     "docs/mtp.md": mtp,
+    "docs/recipes.md": recipes,
     "docs/serve.md": serve,
     "docs/runtime.md": runtime,
     "docs/scale.md": scale,

@@ -87,6 +87,11 @@ class WeightScheme:
                 f"{self.dtype.name} has a scale per {self.group_size} inputs, which do not divide {in_features} "
                 "inputs; add this linear to ignore, or choose another weights.dtype"
             )
+        if in_features % self.group_size and self.block_rows != 1:
+            raise SchemeError(
+                f"blocks of {self.block_rows}x{self.group_size} do not divide {in_features} inputs; use recipe "
+                "fp8-dynamic, which has one scale per output, or add this linear to ignore"
+            )
         if in_features % self.group_size:
             sizes = " or ".join([*(str(size) for size in GROUP_SIZES if in_features % size == 0), "channel"])
             raise SchemeError(
