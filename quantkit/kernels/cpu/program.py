@@ -75,7 +75,7 @@ class Program:
         rows: maximum number of new tokens in a step, and of sequences.
         dtype: float32 or bfloat16, of all buffers.
     Attributes:
-        lengths: (rows,) int64, new tokens of each sequence.
+        lengths: (rows,) int64, new tokens of each sequence; at first one each.
         contexts: (rows,) int64, tokens of each sequence in the cache after the step.
         positions: (rows,) int64, position of each new token in its text.
         residual_rows: (rows,) int64, see `ForwardBatch`.
@@ -83,7 +83,8 @@ class Program:
 
     def __init__(self, rows: int, dtype: torch.dtype) -> None:
         self.rows, self._dtype = rows, dtype
-        self.lengths, self.contexts, self.positions, self.residual_rows = np.zeros((4, rows), dtype=np.int64)
+        self.contexts, self.positions, self.residual_rows = np.zeros((3, rows), dtype=np.int64)
+        self.lengths = np.ones(rows, dtype=np.int64)
         self._batch = Batch(
             query_lengths=self.lengths.ctypes.data,
             context_lengths=self.contexts.ctypes.data,
