@@ -65,7 +65,7 @@ _ENGINE = setting(
 )
 
 _ADAPTER = setting(
-    None, "LoRA adapter to merge into MODEL before quantizing: a folder that PEFT has saved.", flag="--adapter DIR"
+    (), "LoRA adapter to merge into MODEL before quantizing: a folder that PEFT has saved.", flag="--adapter DIR"
 )
 
 
@@ -110,6 +110,7 @@ def command(
 
     if gates and not verify:
         raise click.UsageError("--gate has no effect without --verify; add --verify")
+    how = _with_one_adapter(how)
     if (nproc := how.pop("nproc", 1)) > 1 and not distributed.is_launched():
         launch_ranks(nproc)
     with importing("torch"):
@@ -128,6 +129,13 @@ def command(
         _push(result, push_to_hub, model)
     if not verify:
         _show(output_to, result)
+
+
+def _with_one_adapter(how: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with a single adapter; without this check, all but the last would be lost without a word."""
+    if len(adapters := how.get("adapter", ())) > 1:
+        raise click.UsageError(f"--adapter is given {len(adapters)} times, but quantkit merges one adapter")
+    return {**how, "adapter": adapters[0]} if adapters else how
 
 
 def _read(

@@ -45,6 +45,16 @@ def test_only_servers_take_several(run, loud_llama, adapter, command):
     assert "--adapter is given 2 times, but this command computes with one; `quantkit serve` takes several" in err
 
 
+def test_quantize_merges_one(run, loud_llama, adapter, tmp_path):
+    words = ("quantize", loud_llama, "--recipe", "rtn-int8", "-o", tmp_path / "out")
+    code, _, err = run(*words, "--adapter", adapter, "--adapter", "other")
+    assert code == 2
+    assert "--adapter is given 2 times, but quantkit merges one adapter" in err
+    assert not (tmp_path / "out").exists()
+    assert run(*words, "--adapter", adapter)[0] == 0
+    assert "merged into" in run("inspect", tmp_path / "out")[1]
+
+
 @pytest.mark.parametrize(
     ("given", "code", "message"),
     [

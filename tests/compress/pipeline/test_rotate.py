@@ -42,6 +42,18 @@ def test_the_compressed_model_computes_what_the_source_does(tied, tmp_path, text
     assert torch.equal(norm, torch.ones_like(norm))
 
 
+def test_a_large_tied_head_is_written_as_the_view_computes_it(tmp_path):
+    """The view yields whole rows of about 4 MB, which 192 bytes do not divide; files are read in other chunks."""
+    model = make_model(tmp_path / "model", tie_word_embeddings=True, hidden_size=48, vocab_size=50_000)
+    overrides = {"steps": ["rotate"], "weights.group_size": 16}
+    quantkit.quantize(model, "rtn-int4", tmp_path / "out", overrides=overrides)
+    written, head = CheckpointReader(tmp_path / "out"), load_tensors(model)["model.embed_tokens.weight"]
+    assert written.info("lm_head.weight").shape == (50_000, 48)
+    # A rotation changes no length of a row; the norm that is folded in has weights of its own.
+    norm = load_tensors(model)["model.norm.weight"]
+    assert torch.allclose(written.tensor("lm_head.weight").norm(dim=1), (head * norm).norm(dim=1), rtol=1e-4)
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(tied, tmp_path, text_file):
     overrides = {"steps": ["rotate", "gptq"]}
     quantize(tied, tmp_path / "whole", text_file, overrides=overrides)
