@@ -75,7 +75,10 @@ class Rescaled(WrappedLinear):
 
 @contextmanager
 def swapped(groups: list[FusedGroup]) -> Iterator[None]:
-    """Replace groups of the original model by their quantized versions inside the `with` block."""
+    """Replace groups of the original model by their quantized versions inside the `with` block.
+
+    Steps must run layer by layer inside it, see `Runner.layer_by_layer`.
+    """
     kept = [getattr(*group.part) for group in groups]
     try:
         for group in groups:

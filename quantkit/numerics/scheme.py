@@ -89,8 +89,9 @@ class WeightScheme:
             )
         if in_features % self.group_size and self.block_rows != 1:
             raise SchemeError(
-                f"blocks of {self.block_rows}x{self.group_size} do not divide {in_features} inputs; use recipe "
-                "fp8-dynamic, which has one scale per output, or add this linear to ignore"
+                f"group_size {self.block_rows}x{self.group_size}: {self.group_size} does not divide {in_features} "
+                "inputs; set weights.group_size to channel and leave activations.group_size out, as recipe fp8-dynamic "
+                "does, or add this linear to ignore"
             )
         if in_features % self.group_size:
             sizes = " or ".join([*(str(size) for size in GROUP_SIZES if in_features % size == 0), "channel"])
