@@ -8,6 +8,7 @@ import torch
 from quantkit.api import quantize
 from quantkit.compress.convert.run import convert
 from quantkit.errors import CheckpointError, RequestError
+from quantkit.kernels import cpu
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.speculation import SpeculationController
 from quantkit.runtime.llm import LLM
@@ -117,6 +118,14 @@ def test_no_token_changes(models, kind, settings):
     assert (stats["prefix_hit_tokens"] > 0) == settings.get("prefix_cache", True)
 
 
+@pytest.mark.skipif(cpu.library() is None, reason=cpu.status())
+def test_the_c_kernels_change_no_token_in_bf16_either(tmp_path):
+    folder = make_mtp_model(tmp_path, "glm4_moe", first_k_dense_replace=3)
+    plain, _ = texts(folder, requests(), dtype="bfloat16")
+    for kind in ("mtp", "ngram"):
+        assert texts(folder, requests(), dtype="bfloat16", speculate=kind, force_speculation=True)[0] == plain
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_do_not_depend_on_chunks_batches_or_shared_pages(models, kind):
     """The head's cache covers all positions, however these were computed, so equal texts have equal drafts."""
@@ -186,6 +195,22 @@ def test_plain_steps_in_one_native_call_show_the_head_their_hidden_states(tmp_pa
         return drafts_in_turns(llm, prompts(5, 17, 9), SamplingParams(max_tokens=24, ignore_eos=True))
 
     assert run(True) == run(False)
+
+
+def test_while_drafts_are_off_the_head_takes_one_step_per_page(models, monkeypatch):
+    llm = LLM(models["glm4_moe"], threads=1, page_size=16, speculate="mtp")
+    monkeypatch.setattr(llm.engine.controller, "choose", lambda num_sequences: 0)
+    model, seen = llm.engine.model, []
+    compute = model.draft_states
+
+    def counted(hidden, batch, cache):
+        seen.append(tuple(batch.query_lengths))
+        return compute(hidden, batch, cache)
+
+    monkeypatch.setattr(model, "draft_states", counted)
+    llm.generate(prompts(5, 20), SamplingParams(max_tokens=40, ignore_eos=True))
+    # 44 and 59 positions: the prompt of 20 fills a page at once; other pages fill step by step.
+    assert seen == [(20,), (16,), (12,), (16,), (16,)]
 
 
 def test_the_heads_keys_and_values_are_never_quantized(models):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 import pytest
 import torch
@@ -158,7 +159,11 @@ def test_drafts_stay_on_where_they_win_and_off_where_they_lose():
     assert sum(count > 0 for count in wins[20:]) > 0.9 * 280
     loses = play(SpeculationController(4), plain=1.0, per_draft=0.6, chance=0.3)
     assert sum(count > 0 for count in loses[20:]) < 0.1 * 280
-    assert any(loses[60:]), "tried again now and then"
+    longer = play(SpeculationController(4), plain=1.0, per_draft=0.6, chance=0.3, steps=1500)
+    trials = [at for at, (before, count) in enumerate(itertools.pairwise(longer)) if count and not before]
+    assert [after - at for at, after in itertools.pairwise(trials)] == [68, 132, 260, 260, 260, 260], (
+        "tried more rarely"
+    )
     assert set(play(SpeculationController(4, force=True), plain=1.0, per_draft=0.6, chance=0.3)) == {4}
 
 

@@ -166,7 +166,7 @@ def build_engine(
     proposer: Proposer | None = None if controller is None else NgramProposer()
     if config.speculate == "mtp":
         assert isinstance(model, NativeModel) and model.mtp is not None, "`predict_capacity` refuses other models"
-        proposer = MTPProposer(model)
+        proposer = MTPProposer(model, config.page_size)
     if draft is not None:
         draft_cache = cache(drafts or (), draft.device)
         proposer = DraftModelProposer(draft, draft_cache, config, num_pages=num_pages, vocab_size=model.vocab_size)

@@ -8,8 +8,9 @@ speculative sampling (Leviathan et al. 2023) with common random numbers for draf
 ones. A draft drawn with the same variates is accepted with probability at least (1 - d) / (1 + d), where d is the total
 variation distance (Daliri et al. 2025, Coupling without Communication and Drafter-Invariant Speculative Decoding).
 
-With a quantized KV cache the output may differ: tokens of one step see each other unquantized, so verifying several
-drafts in one step rounds differently from computing them one by one.
+This needs logits that do not depend on how many tokens a step computes. The C kernels have the same bits either way.
+Elsewhere, rounding may decide a near tie differently. With a quantized KV cache the output may differ anywhere, because
+tokens of one step see each other unquantized.
 
 `SpeculationController` uses measured step times to choose the number of drafts. Verifying k drafts takes no extra time
 while a step is bound by reading weights. It takes extra time once the step is bound by arithmetic: with large batches,
@@ -32,7 +33,9 @@ from quantkit.runtime.sequence import Sequence
 
 _MEMORY = 15  # how many of the most recent steps of each kind count
 _MIN_PLAIN, _MIN_DRAFTED = 3, 4  # steps before the first decision
-_PERIOD = 64  # steps after which the other choice is tried again, for as many steps as a decision needs
+# Steps after which the other choice is tried again. Where drafts lose, trials take as many steps as a decision needs,
+# and become rarer up to the second number.
+_PERIOD, _LONGEST_PERIOD = 64, 256
 
 
 @dataclass(slots=True)
@@ -43,6 +46,8 @@ class _Record:
     # Seconds, share of the sequences that had drafts, and drafts per sequence that had any.
     drafted: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     turn: int = 0
+    without: int = 0  # steps since the last trial of drafts ended
+    period: int = _PERIOD
 
 
 class SpeculationController:
@@ -107,10 +112,13 @@ class SpeculationController:
             return self._max_drafts
         gain, best = self._best(record)
         # The choice that loses is still tried now and then: texts, and with them acceptance, change.
-        turn = record.turn % _PERIOD
         if gain > 1:
-            return 0 if turn == 0 else best
-        return best if turn < _MIN_DRAFTED else 0
+            record.without, record.period = 0, _PERIOD
+            return 0 if record.turn % _PERIOD == 0 else best
+        record.without += 1
+        if record.without > record.period:
+            record.without, record.period = 1 - _MIN_DRAFTED, min(2 * record.period, _LONGEST_PERIOD)
+        return best if record.without <= 0 else 0
 
     def accepted(self, num_drafted: int, num_accepted: int) -> None:
         """Record how many drafts of one sequence were accepted."""
