@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.reference.kv_codes import codes_of
 from quantkit.kernels.types import AttentionOptions
+from quantkit.models.kv_sizes import MAX_ROLLBACK
 from quantkit.numerics.dtype import FP8
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.numerics.scheme import CacheScheme, KVScheme
@@ -123,6 +125,26 @@ def test_heads_that_are_not_dense_are_copied():
     ]
     actual = cache.attention[0](states, sequences.batch([(0, 0, 9)]), AttentionOptions(scale=0.25))
     assert torch.equal(actual, sequences.step(sequences.cache(), [(0, 0, 9)], scale=0.25)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_token_has_the_same_bits_alone_and_among_others(dtype, window, dim):
+    """In an unquantized cache. Speculation relies on it: verified drafts give the text that plain steps give."""
+    sequences = Sequences(layout(dim=dim, page_size=16, dtype=dtype), (150, 71), query_heads=16)
+    options = {"window": window, "scale": 0.3 * dim**-0.5}
+
+    def outputs(spans):
+        cache = sequences.cache()
+        sequences.step(cache, [(0, 0, 120), (1, 0, 61)], **options)
+        return [torch.cat(sequences.step(cache, [span], **options)) for span in spans]
+
+    for sequence, start, end in ((0, 120, 150), (1, 61, 71)):
+        alone = torch.cat(outputs([(sequence, at, at + 1) for at in range(start, end)]))
+        cuts = [*range(start, end, MAX_ROLLBACK + 1), end]
+        together = outputs([(sequence, a, b) for a, b in itertools.pairwise(cuts)])
+        assert torch.equal(torch.cat(together), alone)
 
 
 @pytest.mark.parametrize("kind", KV_TYPES)

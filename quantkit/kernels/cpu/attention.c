@@ -2,18 +2,23 @@
    quantkit/kernels/reference/attention.py.
 
    A task covers one key head and a few new tokens of one sequence. Each of its rows is one of these tokens with one of
-   the query heads that share the key head. A task first goes through the cached keys, in blocks of at most 64 tokens,
-   and then through the new keys. For each block, it dequantizes the keys once for all rows, computes scores,
-   dequantizes the values, updates the online softmax and adds the values. Codes are never multiplied by scales: scales
-   per token multiply scores and softmax weights, and scales per channel multiply the query once per page. If the CPU has
-   products of bf16, a bf16 model ("half") multiplies codes, queries and weights in bf16, which holds codes exactly, and
-   adds in float32; tasks with many rows do this in AMX tiles. Everything else is float32. */
+   the query heads that share the key head. A task goes through the keys in blocks of at most 64 tokens. For each block,
+   it dequantizes the keys once for all rows, computes scores, dequantizes the values, updates the online softmax and
+   adds the values. If the cache is unquantized, a block may hold cached and new keys, and blocks begin at multiples of
+   their length: the bits of a token's result then do not depend on how many tokens come before it in the same step. Otherwise the
+   blocks of new keys follow those of cached ones. Codes are never multiplied by scales: scales per token multiply scores
+   and softmax weights, and scales per channel multiply the query once per page. If the CPU has products of bf16, a bf16
+   model ("half") multiplies codes, queries and weights in bf16, which holds codes exactly, and adds in float32; tasks
+   with many rows do this in AMX tiles. Everything else is float32. */
 #include "attention.h"
 #include "attention_amx.h"
 #include "attention_softmax.h"
 #include "kv_half.h"
 
 enum { ROWS = 32, ROWS_OF_TILES = 128 }; /* of a task; with more rows, AMX loads and transposes each block less often */
+/* A sequence's tokens in a step with drafts, at most (kv_sizes.MAX_ROLLBACK + 1): verified drafts must have the same bits
+   as tokens that come one by one. */
+enum { MOST_VERIFIED = 17 };
 
 typedef struct {
     int64_t sequence, start, first, count; /* new tokens first .. first + count; start: the first new token's row */
@@ -152,6 +157,10 @@ static void load_pages(const attention *a, const task *t, const state *s, const 
 /* Whether blocks must not cross pages: each page has channel scales, or some pages are in the residual window. */
 static int is_page_wise(const kv_layer *layer) { return layer->key.granularity == KV_CHANNEL || layer->residual; }
 
+static int is_unquantized(const kv_layer *layer) {
+    return layer->key.granularity == KV_NONE && layer->value.granularity == KV_NONE && !layer->residual;
+}
+
 /* Attend to cached tokens start .. start + tokens, all in one page if `is_page_wise`. */
 static void attend_cached(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
                           int64_t position) {
@@ -178,20 +187,31 @@ static void attend_cached(const attention *a, const task *t, state *s, int64_t h
     add_block(s, tokens);
 }
 
-/* Attend to new tokens start .. start + tokens of the sequence. */
-static void attend_fresh(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
+/* Load a block's keys or values: cached ones from their pages, then new ones from `fresh`, whose tokens are
+   `token_stride` elements apart. */
+static void load_tokens(const attention *a, const task *t, const state *s, const kv_array *array, int64_t head,
+                        const uint8_t *fresh, int64_t token_stride, int64_t cached, block *b, int64_t stride) {
+    int64_t size = qk_state_bytes(a->type), old = qk_max(0, qk_min(b->tokens, cached - b->position));
+    block part = *b;
+    part.tokens = old;
+    load_pages(a, t, s, array, head, &part, stride);
+    if (old < b->tokens) {
+        int64_t token = t->start + b->position + old - cached;
+        load_block(s, fresh + (token * token_stride + head * array->width) * size, token_stride * size, old,
+                   b->tokens - old, array->width, a->type, stride);
+    }
+}
+
+/* Attend to tokens start .. start + tokens, which are all new or, in an unquantized cache, cached and new. */
+static void attend_plain(const attention *a, const task *t, state *s, int64_t head, int64_t start, int64_t tokens,
                          int64_t position) {
-    int64_t size = qk_state_bytes(a->type), token = t->start + start;
-    int64_t key_width = a->layer->key.width, value_width = a->layer->value.width;
-    block keys = {.position = position - t->first + start, .tokens = tokens, .factor = s->half ? a->scale : 1};
-    block values = keys;
+    int64_t cached = position - t->first;
+    block keys = {.position = start, .tokens = tokens, .factor = s->half ? a->scale : 1}, values = keys;
     unfold(s);
-    load_block(s, a->key + (token * a->key_stride + head * key_width) * size, a->key_stride * size, 0, tokens,
-               key_width, a->type, s->query_width);
+    load_tokens(a, t, s, &a->layer->key, head, a->key, a->key_stride, cached, &keys, s->query_width);
     score_block(s, s->plain, tokens);
     soften_block(a, s, &keys, &values, position);
-    load_block(s, a->value + (token * a->value_stride + head * value_width) * size, a->value_stride * size, 0, tokens,
-               value_width, a->type, s->value_width);
+    load_tokens(a, t, s, &a->layer->value, head, a->value, a->value_stride, cached, &values, s->value_width);
     add_block(s, tokens);
 }
 
@@ -229,9 +249,12 @@ static void store_outputs(const attention *a, const task *t, state *s, int64_t h
     }
 }
 
-/* Allocate the memory of a task with `rows` rows. Returns 1, or 0 if out of memory. */
-static int allocate_state(state *s, const attention *a, int64_t rows) {
-    int half = a->type == QK_BF16 && QK_AVX512, tiles = half && rows >= 16 && qk_has_amx();
+/* Allocate the memory of a task. Returns 1, or 0 if out of memory. */
+static int allocate_state(state *s, const attention *a, const task *t) {
+    int64_t rows = t->count * a->group;
+    /* Tiles sum in another order, so drafts must not use them: see MOST_VERIFIED. */
+    int is_prompt = a->batch->query_lengths[t->sequence] > MOST_VERIFIED;
+    int half = a->type == QK_BF16 && QK_AVX512, tiles = half && rows >= 16 && is_prompt && qk_has_amx();
     int64_t unit = half ? 32 : 16;
     int64_t wide = (a->layer->key.width + unit - 1) / unit * unit, deep = (a->layer->value.width + unit - 1) / unit * unit;
     int64_t widest = qk_max(wide, deep);
@@ -261,7 +284,7 @@ static int allocate_state(state *s, const attention *a, int64_t rows) {
 
 static int run_task(const attention *a, const task *t, int64_t head) {
     state s;
-    if (!allocate_state(&s, a, t->count * a->group))
+    if (!allocate_state(&s, a, t))
         return 1;
     int64_t size = a->layer->page_size, step = s.query_width > (s.half ? 128 : 64) ? BLOCK / 2 : BLOCK; /* fits in L1 */
     int64_t cached = a->batch->context_lengths[t->sequence] - a->batch->query_lengths[t->sequence];
@@ -272,16 +295,16 @@ static int run_task(const attention *a, const task *t, int64_t head) {
 #endif
     load_queries(a, t, &s, head);
     unfold(&s);
-    for (int64_t at = seen; at < cached;) {
-        int64_t tokens = qk_min(is_page_wise(a->layer) ? qk_min(step, size - at % size) : step, cached - at);
-        attend_cached(a, t, &s, head, at, tokens, position);
-        at += tokens;
-    }
-    for (int64_t at = qk_max(0, seen - cached); at < t->first + t->count;) {
-        int64_t tokens = qk_min(step, t->first + t->count - at);
-        attend_fresh(a, t, &s, head, at, tokens, position);
-        at += tokens;
-    }
+    int64_t at = seen, last = position + t->count;
+    if (is_unquantized(a->layer))
+        at -= at % step;
+    else
+        for (int64_t tokens; at < cached; at += tokens) {
+            tokens = qk_min(is_page_wise(a->layer) ? qk_min(step, size - at % size) : step, cached - at);
+            attend_cached(a, t, &s, head, at, tokens, position);
+        }
+    for (; at < last; at += step)
+        attend_plain(a, t, &s, head, at, qk_min(step, last - at), position);
 #if QK_AMX
     if (s.tiles) _tile_release();
 #endif
