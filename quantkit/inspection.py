@@ -27,7 +27,7 @@ from quantkit.formats.ggml.gguf_file import GGUFTensor, read_gguf
 from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.families import find as find_family
 from quantkit.numerics.scheme import LinearScheme, Scheme
-from quantkit.output.staging import MANIFEST
+from quantkit.output.staging import MANIFEST, MERGED
 from quantkit.quantities import dtype_name
 from quantkit.results import (
     AdapterRecord,
@@ -40,7 +40,7 @@ from quantkit.results import (
 )
 from quantkit.safety.untrusted import parse_yaml, read_object
 
-__all__ = ["compare", "inspect", "merged_digest", "read_manifest", "section"]
+__all__ = ["compare", "inspect", "merged_digests", "merged_record", "read_manifest", "refuse_merged", "section"]
 
 _COMPARED = ("architecture", "format", "num_parameters", "num_bytes", "bits_per_weight", "recipe")
 _SHAPE = "weight_shape"
@@ -258,8 +258,8 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
     )
 
 
-def merged_digest(path: Path) -> str | None:
-    """Return the digest of the adapter that was merged into a checkpoint before it was quantized; None = none was.
+def merged_digests(path: Path) -> tuple[str, ...]:
+    """Return the digests of all adapters that were merged into a checkpoint, or into a model that it was made from.
 
     Args:
         path: directory of the checkpoint, or a GGUF file.
@@ -267,10 +267,31 @@ def merged_digest(path: Path) -> str | None:
         CheckpointError: quantkit.json or the header is damaged.
     """
     if is_gguf(path):
-        digest = read_gguf(path).metadata.get(ADAPTER_ENTRY)
+        entry = read_gguf(path).metadata.get(ADAPTER_ENTRY)
+        digests: Any = entry.split(",") if isinstance(entry, str) else []
     else:
-        digest = section(read_manifest(path), "identity").get("adapter")
-    return digest if isinstance(digest, str) else None
+        manifest = read_manifest(path)
+        digests = manifest.get(MERGED, [section(manifest, "identity").get("adapter")])
+    return tuple(digest for digest in digests if isinstance(digest, str)) if isinstance(digests, list) else ()
+
+
+def merged_record(path: Path) -> AdapterRecord | None:
+    """Return what the quantkit.json of a checkpoint says about its merged adapter; None if it names none."""
+    return None if is_gguf(path) else _noted(read_manifest(path)).get("adapter")
+
+
+def refuse_merged(path: Path, digest: str, name: str) -> None:
+    """Refuse an adapter that was merged into a checkpoint already, because it would be applied twice.
+
+    Args:
+        path: directory of the checkpoint, or a GGUF file.
+        digest: digest of the adapter.
+        name: name of the adapter, for the message.
+    Raises:
+        ModelError: it was merged.
+    """
+    if digest in merged_digests(path):
+        raise ModelError(f"{path}: adapter {name!r} was merged into its weights already; leave --adapter out")
 
 
 def _noted(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from quantkit.safety.untrusted import check_path, read_object, shorten
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_ENTRY = "quantkit.adapter.sha256"
-"""Entry of a GGUF file: digest of the adapter that was merged before quantizing; absent if there was none."""
+"""Entry of a GGUF file: digests of the merged adapters, separated by commas; absent if there is none."""
 
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")

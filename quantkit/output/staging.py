@@ -18,6 +18,8 @@ from quantkit.output.writer import writing
 from quantkit.safety.untrusted import check_path, read_object
 
 MANIFEST = "quantkit.json"
+MERGED = "merged_adapters"
+"""Entry of quantkit.json: digests of all adapters that are merged into the weights; absent if there is none."""
 
 _SIGNED_BYTES = 1 << 16
 # Files that quantize, convert, verify and the hub write into a checkpoint, beside tokenizer and licence files.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoints.adapter import ADAPTER_ENTRY
 from quantkit.checkpoints.folder import read_config_file
 from quantkit.compress.checkpoint_writer import Shard, write_rest
 from quantkit.compress.convert.gguf_writer import Written, write_gguf
@@ -21,8 +22,8 @@ from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import SECTIONS
-from quantkit.formats.base import Format
-from quantkit.output.staging import MANIFEST, check_apart, check_checkpoint, check_gguf, open_stage
+from quantkit.inspection import merged_digests
+from quantkit.output.staging import MANIFEST, MERGED, check_apart, check_checkpoint, check_gguf, open_stage
 from quantkit.output.writer import copy_tensors, write_json, writing
 from quantkit.results import SCHEMA_VERSION
 from quantkit.safety.untrusted import read_object
@@ -84,13 +85,13 @@ def convert(
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output exists already or cannot be written.
     """
-    source, output = open_source(Path(checkpoint)), Path(output)
+    source, output, format_ = open_source(Path(checkpoint)), Path(output), FORMATS.load(to)
     check_apart(output, source.reader.path)
-    format_: Format = FORMATS.load(to)
     write: Callable[[Path], Written]
     if format_.suffix:  # one file
+        further = {**_adapter_entry(source), **(entries or {})}
         write = partial(
-            write_gguf, source, type_name=type_name, embedding=embedding, entries=entries or {}, progress=progress
+            write_gguf, source, type_name=type_name, embedding=embedding, entries=further, progress=progress
         )
     elif type_name is not None:
         raise SchemeError(f"--type {type_name} is only for gguf; {to} keeps the codes unchanged, so leave --type out")
@@ -116,6 +117,11 @@ def convert(
         source_bytes=source.reader.num_bytes,
         **asdict(written),
     )
+
+
+def _adapter_entry(source: Source) -> dict[str, str]:
+    digests = merged_digests(source.reader.path)
+    return {ADAPTER_ENTRY: ",".join(digests)} if digests else {}
 
 
 def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
@@ -194,6 +200,8 @@ def _write_manifest(source: Source, target: Target, folder: Path) -> None:
     except (CheckpointError, KeyError, TypeError):
         manifest = {"result": {"format": target.format.name}}
     manifest.pop("files", None)  # it lists the source's shards
+    if digests := merged_digests(source.reader.path):  # of a GGUF file too
+        manifest[MERGED] = list(digests)
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
     write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})

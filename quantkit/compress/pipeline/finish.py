@@ -23,7 +23,7 @@ from quantkit.compress.pipeline.towers import write_towers
 from quantkit.formats.base import unquantized_modules
 from quantkit.machine.system import peak_bytes
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.output.staging import MANIFEST
+from quantkit.output.staging import MANIFEST, MERGED
 from quantkit.output.writer import copy_tensors, write_json
 from quantkit.results import AdapterRecord, CompressionResult, LinearRecord
 
@@ -143,8 +143,11 @@ def _describe(
 
 
 def _adapter_record(plan: Plan) -> AdapterRecord | None:
+    """Return the record of the adapter that this run merged, or else of the one that was merged into the source."""
+    from quantkit.inspection import merged_record  # imports the gguf package
+
     if (adapter := plan.adapter) is None:
-        return None
+        return merged_record(plan.source.path)
     return AdapterRecord(
         sha256=adapter.digest,
         rank=adapter.rank,
@@ -173,11 +176,13 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
     """Write `quantkit.json`, which describes the result, and `quantkit-run.json`, which has the timings and differs in
     every run.
     """
+    from quantkit.inspection import merged_digests  # imports the gguf package
+
     write_json(folder / "quantkit-run.json", result.to_dict())
     steady = result.to_dict()  # equal in all runs with one identity: without folder names and times
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
         del steady[key]
-    if plan.adapter is not None:
+    if result.adapter is not None:
         del steady["adapter"]["path"]
     for layer in steady["layers"]:
         del layer["seconds"], layer["peak_bytes"]
@@ -193,6 +198,9 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
         "identity_sha256": plain_digest(state.identity),
         "result": steady,
     }
+    own = () if plan.adapter is None else (plan.adapter.digest,)
+    if digests := (*merged_digests(plan.source.path), *own):
+        manifest[MERGED] = list(digests)
     if plan.discovery is not None:
         manifest["discovered"] = plan.discovery.record
     write_json(folder / MANIFEST, manifest)

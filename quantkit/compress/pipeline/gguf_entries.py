@@ -5,7 +5,6 @@ from typing import Any
 
 import yaml
 
-from quantkit.checkpoints.adapter import ADAPTER_ENTRY
 from quantkit.checkpoints.reader import file_digest
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import bundled_calibration
@@ -24,17 +23,14 @@ def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | f
         codes: finished folder of the run, whose manifest has the digest of the calibration tokens.
     Returns:
         `quantkit.version` and `quantkit.recipe` (YAML that `quantkit quantize` reads). With calibration data, also
-        `quantkit.calibration.sha256` (of the text file) and `quantkit.calibration.tokens_sha256`. With a merged
-        adapter, also `quantkit.adapter.sha256`. If a search wrote the recipe, also `quantkit.measured.*`; see
-        `recipe.schema.Measured`.
+        `quantkit.calibration.sha256` (of the text file) and `quantkit.calibration.tokens_sha256`. If a search
+        wrote the recipe, also `quantkit.measured.*`; see `recipe.schema.Measured`. `convert` adds the adapters.
     """
     entries: dict[str, str | int | float] = {
         "quantkit.version": own_version("unknown"),
         "quantkit.recipe": _text(recipe),
     }
     identity = read_object(codes / MANIFEST, CheckpointError)["identity"]
-    if "adapter" in identity:
-        entries[ADAPTER_ENTRY] = str(identity["adapter"])
     if recipe.calibration is not None:
         data = recipe.calibration.data
         file = bundled_calibration(model) if data == "bundled" else Path(data)

@@ -170,7 +170,10 @@ def _open_source(
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
     if adapter is not None:
+        from quantkit.inspection import refuse_merged  # imports the gguf package
+
         merging = read_adapter(adapter, ModelReader.of(source, family))
+        refuse_merged(source.path, merging.digest, merging.path.name)
         source = merged(source, merging, family)
     _check_calibration(source, discovery, recipe)
     return source, replace(family, mtp=_head_names(source, recipe)), discovery, merging

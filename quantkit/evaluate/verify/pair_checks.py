@@ -24,7 +24,7 @@ from quantkit.demo import DEMO_MODEL
 from quantkit.distribution import installed_version
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError, RequestError
 from quantkit.evaluate.loading import check_same_language
-from quantkit.inspection import inspect, merged_digest, read_manifest, section
+from quantkit.inspection import inspect, merged_digests, read_manifest, section
 from quantkit.machine.devices import processor_name
 from quantkit.output.staging import MANIFEST, check_text, open_stage
 from quantkit.output.writer import writing
@@ -49,7 +49,7 @@ class Pair:
         made: contents of quantkit-run.json; empty if there is none.
         gates: gates to check.
         gates_given: whether the user named the gates; otherwise they come from the recipe.
-        has_adapter: whether an adapter was merged into the checkpoint before it was quantized.
+        has_adapter: whether an adapter was merged into the checkpoint, by this run or an earlier one.
         adapter: folder of this adapter, to be merged into the original too; None = the original is taken as it is.
         hashes: SHA-256 of the checkpoint's files, keyed by name.
         notes: unusual facts, for the user.
@@ -136,13 +136,18 @@ def check_pair(
         raise ModelError(f"{path} is its own baseline; give the original model as --baseline")
     # Headers before hashes: a wrong pair is reported without reading the weights.
     _check_vocabularies(reader, original)
-    digest = merged_digest(path)
+    merged, theirs = merged_digests(path), merged_digests(source)
+    missing = [digest for digest in merged if digest not in theirs]
     adapter: Path | None = None
     of_adapter: tuple[str, ...] = ()
-    if digest is not None:
+    if len(missing) > 1:  # `LLM` merges one
+        of_adapter = (f"{len(missing)} adapters were merged into the checkpoint; the original is taken as it is.",)
+    elif missing:
         named = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
-        known = section(section(manifest, "identity"), "source")
-        adapter, of_adapter = _adapter(path, digest, named, None if baseline is None else original, known)
+        identity = section(manifest, "identity")
+        # An adapter of an earlier run was merged into other files than those that this run read.
+        known = section(identity, "source") if identity.get("adapter") in missing else {}
+        adapter, of_adapter = _adapter(path, missing[0], named, None if baseline is None else original, known)
     hashes, notes = check_files(reader, manifest)
     return Pair(
         path=path,
@@ -154,7 +159,7 @@ def check_pair(
         hashes=hashes,
         notes=(*notes, *of_adapter),
         gates_given=given is not None,
-        has_adapter=digest is not None,
+        has_adapter=bool(merged),
         adapter=adapter,
     )
 
@@ -176,7 +181,7 @@ def _adapter(
         name = given.path.name
         note = f"{name} has other weights than the model that the adapter was merged into, so it is taken as it is."
         return None, (note,)
-    if not isinstance(named, str | Path) or not Path(named).is_dir():
+    if not isinstance(named, str | Path) or not named or not Path(named).is_dir():
         where = f", which is not at {shorten(named)}" if named else ""
         raise ModelError(f"{path} has a merged adapter (SHA-256 {digest[:12]}...){where}; give its folder as --adapter")
     folder = Path(named)

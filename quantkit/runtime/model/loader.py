@@ -117,13 +117,12 @@ def load_model(
 
 def _read_adapters(path: Path, folders: Mapping[str, Path], family: Family) -> Adapters:
     """Read adapters, and refuse one that was merged into the checkpoint: it would be applied twice."""
-    from quantkit.inspection import merged_digest  # imports the gguf package
+    from quantkit.inspection import refuse_merged  # imports the gguf package
 
     dense = ModelReader.of(open_dense(path), family)
-    loaded, merged_already = Adapters({n: read_adapter(f, dense) for n, f in folders.items()}), merged_digest(path)
+    loaded = Adapters({n: read_adapter(f, dense) for n, f in folders.items()})
     for name, digest in loaded.digests.items():
-        if digest == merged_already:
-            raise ModelError(f"{path}: adapter {name!r} was merged into its weights already; leave --adapter out")
+        refuse_merged(path, digest, name)
     return loaded
 
 

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.checkpoints.adapter import merged, read_adapter
+from quantkit.checkpoints.adapter import adapter_digest, merged, read_adapter
+from quantkit.compress.convert import convert
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import ModelError, ResumeError
 from quantkit.formats.ggml.gguf_file import read_gguf
+from quantkit.inspection import merged_digests
 from tests import forked
 from tests.checkpoints.adapters import LINEARS, make_adapter, open_model
 from tests.compress.pipeline.killer import AfterFirst
@@ -138,3 +140,53 @@ def test_a_merged_adapter_is_not_applied_again(tiny_llama, adapter, tmp_path):
     quantkit.quantize(tiny_llama, "rtn-int4", tmp_path / "out", overrides=overrides, adapter=adapter)
     with pytest.raises(ModelError, match="adapter 'lora' was merged into its weights already; leave --adapter out"):
         quantkit.LLM(tmp_path / "out", adapters=[str(adapter)])
+
+
+@pytest.fixture(scope="module")
+def derived(tmp_path_factory):
+    """Checkpoints that were made from one into which the adapter was merged."""
+    folder, groups = tmp_path_factory.mktemp("derived"), {"weights.group_size": 32}
+    adapter = make_adapter(folder / "lora", DEMO_MODEL)
+    quantkit.quantize(DEMO_MODEL, "rtn-int4", folder / "out", overrides=groups, adapter=adapter)
+    convert(folder / "out", "gptq", folder / "gptq")
+    convert(folder / "out", "gguf", folder / "out.gguf")
+    convert(folder / "out.gguf", "dense", folder / "dense")
+    quantkit.quantize(folder / "out", "rtn-int8", folder / "again", overrides=groups)
+    quantkit.quantize(folder / "dense", "rtn-int8", folder / "dense-again", overrides=groups)
+    quantkit.quantize(folder / "out", "rtn-int4", folder / "again.gguf", overrides={**groups, "format": "gguf"})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gptq", "out.gguf", "dense", "again", "dense-again", "again.gguf"])
+def test_checkpoints_made_from_a_merged_one_keep_its_record(derived, name):
+    digest = adapter_digest(derived / "lora")
+    assert merged_digests(derived / name) == (digest,)
+    if name.endswith(".gguf"):
+        assert read_gguf(derived / name).metadata["quantkit.adapter.sha256"] == digest
+    with pytest.raises(ModelError, match="was merged into its weights already"):
+        quantkit.LLM(derived / name, adapters=[str(derived / "lora")])
+
+
+def test_a_checkpoint_made_again_names_the_adapter_but_has_its_own_identity(derived):
+    manifest = json.loads((derived / "again" / "quantkit.json").read_text())
+    assert "adapter" not in manifest["identity"]
+    assert quantkit.inspect(derived / "again").adapter == quantkit.inspect(derived / "out").adapter
+    assert "path" not in manifest["result"]["adapter"]
+
+
+def test_an_adapter_is_not_merged_twice_and_two_are_both_recorded(derived, tmp_path):
+    adapter = derived / "lora"
+    with pytest.raises(ModelError, match="adapter 'lora' was merged into its weights already"):
+        quantkit.quantize(derived / "dense", "rtn-int8", tmp_path / "twice", adapter=adapter)
+    assert not (tmp_path / "twice").exists()
+    other = make_adapter(tmp_path / "other", DEMO_MODEL, lora_alpha=1)
+    overrides = {"weights.group_size": 32}
+    quantkit.quantize(derived / "dense", "rtn-int8", tmp_path / "both", overrides=overrides, adapter=other)
+    both = adapter_digest(adapter), adapter_digest(other)
+    assert merged_digests(tmp_path / "both") == both
+    assert quantkit.inspect(tmp_path / "both").adapter.sha256 == both[1]
+    convert(tmp_path / "both", "gguf", tmp_path / "both.gguf")
+    assert merged_digests(tmp_path / "both.gguf") == both
+    for given in (adapter, other):
+        with pytest.raises(ModelError, match="was merged into its weights already"):
+            quantkit.LLM(tmp_path / "both.gguf", adapters=[str(given)])

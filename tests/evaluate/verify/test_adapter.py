@@ -95,6 +95,27 @@ def test_a_gguf_file_needs_the_folder_of_its_adapter(models, folders, tmp_path):
     assert check_pair(file, base, [], adapters={"mine": folders / "lora"}).adapter == folders / "lora"
 
 
+def test_a_checkpoint_made_from_a_merged_one(models, folders, tmp_path):
+    lora, overrides = folders / "lora", {"weights.group_size": 32}
+    quantkit.quantize(folders / "out", "rtn-int4", tmp_path / "again", overrides=overrides, device="cpu")
+    # The model that it was made from has the adapter, so nothing is merged; --adapter is not given to the models.
+    for baseline in (None, folders / "out"):
+        pair = check_pair(tmp_path / "again", baseline, [], adapters={"mine": lora})
+        assert (pair.has_adapter, pair.adapter) == (True, None)
+    # The original has not.
+    assert check_pair(tmp_path / "again", models / "llama", [], adapters={"mine": lora}).adapter == lora
+    with pytest.raises(ModelError, match="give its folder as --adapter"):
+        check_pair(tmp_path / "again", models / "llama", [])
+    # Of two adapters, quantkit could merge only one.
+    quantkit.quantize(models / "llama", "rtn-int8", tmp_path / "two", overrides=overrides, device="cpu", adapter=lora)
+    manifest = json.loads((tmp_path / "two" / "quantkit.json").read_text())
+    manifest["merged_adapters"].append("0" * 64)
+    (tmp_path / "two" / "quantkit.json").write_text(json.dumps(manifest))
+    pair = check_pair(tmp_path / "two", models / "llama", [])
+    assert pair.adapter is None
+    assert any(note.startswith("2 adapters were merged into the checkpoint") for note in pair.notes)
+
+
 def test_without_a_merged_adapter_both_models_compute_with_the_given_one(models, folders):
     named = {"adapters": {"mine": folders / "lora"}, "adapter": "mine"}
     pair = check_pair(models / "out", None, [], adapters=named["adapters"])
