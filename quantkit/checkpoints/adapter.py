@@ -9,7 +9,7 @@ Shapes: N outputs, K inputs, R rank.
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import CheckpointError, ModelError, SchemeError
 from quantkit.formats import is_gguf
 from quantkit.formats.base import FLOAT_DTYPES
+from quantkit.models.config import ConfigReader
 from quantkit.models.family import Family
 from quantkit.numerics.name_patterns import Budget, matches
+from quantkit.quantities import counted
 from quantkit.safety.untrusted import check_path, read_object, shorten
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -36,6 +38,7 @@ ADAPTER_ENTRY = "quantkit.adapter.sha256"
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_END = re.compile(r"\.(lora_|base_layer\.|modules_to_save\.).*|\.weight$")
 _MERGE = "merge it with PEFT's merge_and_unload, and give the merged model"
 # Entries that describe the training, or that the tensors and `_scale` already account for.
 _KNOWN = {
@@ -80,12 +83,14 @@ class Adapter:
         digest: SHA-256 of config and weights.
         base: the adapter's own name for its base model; None = it names none.
         updates: changes of linears, keyed by the linear's name in the base's `ModelReader`.
+        warnings: reasons to doubt that the adapter was trained for this base, one sentence each.
     """
 
     path: Path
     digest: str
     base: str | None
     updates: Mapping[str, LowRankUpdate]
+    warnings: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -106,6 +111,7 @@ def read_adapter(path: Path | str, reader: ModelReader) -> Adapter:
     folder = Path(path)
     config, weights = _read_folder(folder)
     _check_config(config, folder)
+    _check_ends(weights, reader, folder)
     pairs = _pairs(weights)
     names = _own_names(pairs, reader, folder)
     budget, updates = Budget(), {}
@@ -120,7 +126,27 @@ def read_adapter(path: Path | str, reader: ModelReader) -> Adapter:
         digest=adapter_digest(folder),
         base=base if isinstance(base, str) else None,
         updates=updates,
+        warnings=() if config.get("layers_to_transform") else tuple(_uncovered(folder, updates, reader)),
     )
+
+
+def _uncovered(folder: Path, names: Iterable[str], reader: ModelReader) -> Iterator[str]:
+    """Yield a warning if an adapter changes linears of the first layers only, although later layers have them too.
+
+    An adapter of a model with fewer layers looks like this. Adapters of a few linears that only some layers have, such
+    as the dense layers before layers of experts, do not.
+    """
+    layers, found = reader.family.layers, dict[int, set[str]]()
+    for name in names:
+        index, _, local = name.removeprefix(f"{layers}.").partition(".")
+        if name.startswith(f"{layers}.") and index.isdecimal():
+            found.setdefault(int(index), set()).add(local)
+    count = ConfigReader(reader.config, keys=reader.family.keys).optional_count("num_hidden_layers") or 0
+    covered = len(found)
+    later = (f"{layers}.{i}.{local}.weight" for i in range(covered, count) for local in found.get(0, ()))
+    if set(found) == set(range(covered)) and any(name in reader for name in later):
+        shown = "layer 0" if covered == 1 else f"layers 0 to {covered - 1}"
+        yield f"adapter {folder.name} covers {shown} of {count}: is it trained for another base?"
 
 
 def adapter_digest(folder: Path) -> str:
@@ -159,9 +185,13 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
         if info is None or info.shape != model.info(f"{name}.weight").shape:
             raise ModelError(f"{adapter.path}: {name} is a part of another tensor of {reader.path}; {_MERGE}")
         tensors[stored] = _merged_info(stored, info, update)
-    count = len(adapter.updates)
-    note = f"an adapter of rank {adapter.rank} is merged into {count} weights while they are read"
-    return reader.view(tensors, reader.config, note)
+    return reader.view(tensors, reader.config, merge_note(adapter))
+
+
+def merge_note(adapter: Adapter) -> str:
+    """Return the note of a reader that merges an adapter."""
+    count = counted(len(adapter.updates), "weight")
+    return f"an adapter of rank {adapter.rank} is merged into {count} when quantkit reads them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +267,16 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
         )
 
 
+def _check_ends(weights: CheckpointReader, reader: ModelReader, folder: Path) -> None:
+    """Raise ModelError if an adapter changes the embedding or the output head."""
+    ends = {reader.family.embedding: "embedding", reader.family.head: "output head"}
+    for name in weights.names:
+        module = _END.sub("", name.removeprefix("base_model.model."))
+        own = reader.own_name(f"{module}.weight").removesuffix(".weight")
+        if own in ends:
+            raise ModelError(f"{folder} changes {own}: adapters of the {ends[own]} are not supported; {_MERGE}")
+
+
 def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
     """Return the names of A and B of each adapted module, keyed first by the module's name in PEFT."""
     (file,) = weights.files
@@ -244,7 +284,7 @@ def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
     strange = [name for name in weights.names if _TENSOR.fullmatch(name) is None]
     if strange:
         raise ModelError(
-            f"{file}: {_some(strange)} cannot be used: only linears are supported, with tensors named "
+            f"{file}: {_some(strange)} cannot be used: only linears of the layers are supported, with tensors named "
             f"base_model.model.<linear>.lora_A.weight and lora_B.weight; {_MERGE}"
         )
     for name in weights.names:
@@ -261,9 +301,6 @@ def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
 def _own_names(modules: Iterable[str], reader: ModelReader, folder: Path) -> dict[str, str]:
     """Return the base's names of the adapted modules, keyed by the names in PEFT."""
     names = {module: reader.own_name(f"{module}.weight").removesuffix(".weight") for module in modules}
-    outside = [name for name in names.values() if name in (reader.family.embedding, reader.family.head)]
-    if outside:
-        raise ModelError(f"{folder} changes {_some(outside)}: embedding and output head cannot be adapted; {_MERGE}")
     missing = [module for module, name in names.items() if f"{name}.weight" not in reader]
     if missing:
         raise ModelError(
@@ -312,11 +349,15 @@ def _check_shapes(
     if len(shape) != 2:
         raise ModelError(f"{folder} changes {name}, whose weight has shape {shape}: only linears can be; {_MERGE}")
     expected = ((rank, shape[1]), (shape[0], rank))
-    if (a, b) != expected:
+    if (a, b) == expected:
+        return
+    found = f"{name} has lora_A {a} and lora_B {b}, expected {expected[0]} and {expected[1]} for rank {rank}"
+    if len(a) == len(b) == 2 and (a[1], b[0]) == (shape[1], shape[0]):  # the base is right
         raise ModelError(
-            f"{folder} does not fit {reader.path}: {name} has lora_A {a} and lora_B {b}, expected {expected[0]} and "
-            f"{expected[1]} for rank {rank}; give the base that the adapter was trained on"
+            f"{folder / ADAPTER_CONFIG} does not fit the adapter's weights: {found}; correct r or rank_pattern, or "
+            "copy the adapter again"
         )
+    raise ModelError(f"{folder} does not fit {reader.path}: {found}; give the base that the adapter was trained on")
 
 
 def _read(weights: CheckpointReader, name: str) -> Tensor:

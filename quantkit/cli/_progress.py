@@ -40,6 +40,9 @@ class Log(Listener):
             parts.append(f"{elapsed(left)} left")
         say(f"layer {record.index + 1}/{self._total} {record.name}: {', '.join(filter(None, parts))}")
 
+    def note(self, text: str) -> None:
+        say(f"note: {text}")
+
     def warning(self, text: str) -> None:
         say(f"warning: {text}")
 
@@ -76,6 +79,9 @@ class Bar(Listener):
     def layer_finished(self, record: LayerRecord) -> None:
         self.progress.advance(self._task)
         self._show(record.name)
+
+    def note(self, text: str) -> None:
+        self.progress.console.print(printable(f"note: {text}"))
 
     def warning(self, text: str) -> None:
         self.progress.console.print(printable(f"warning: {text}"), style="yellow")

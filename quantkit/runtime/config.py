@@ -130,7 +130,7 @@ class EngineConfig:
                 )
         folders = adapter_folders(self.adapters)  # refuses names that are empty or given twice
         if self.adapter is not None and self.adapter not in folders:
-            raise RequestError(f"adapter is {self.adapter!r}, which is not among the adapters ({', '.join(folders)})")
+            raise RequestError(_unknown_adapter(self.adapter, folders))
         if self.memory is not None:
             parse_bytes(self.memory)  # refuses a value that is not a size
 
@@ -161,6 +161,16 @@ class EngineConfig:
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
+
+
+def _unknown_adapter(name: str, folders: Mapping[str, Path]) -> str:
+    if folders:
+        return f"adapter is {name!r}, which is not among the adapters ({', '.join(folders)})"
+    short = Path(name).name or "NAME"
+    return (
+        f"adapter is {name!r}, but must be a name of adapters; give, for example, adapters={{{short!r}: {name!r}}}, "
+        f"adapter={short!r}"
+    )
 
 
 def adapter_folders(adapters: Mapping[str, str | Path] | Iterable[str]) -> dict[str, Path]:

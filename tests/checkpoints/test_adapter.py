@@ -111,8 +111,8 @@ def test_an_adapter_of_the_model_without_its_head_fits(tmp_path, reader, tensors
         ({"lora_alpha": None}, ["lora_alpha' is None"]),
         ({"rank_pattern": [1]}, ["rank_pattern is [1]"]),
         ({"rank_pattern": {"(": 4}}, ["rank_pattern", "not a regular expression"]),
-        ({"rank_pattern": {"q_proj": 8}}, ["lora_A (4, 256)", "rank 8"]),
-        ({"r": 8}, ["expected (8, 512) and (256, 8)"]),
+        ({"rank_pattern": {"q_proj": 8}}, ["lora_A (4, 256)", "rank 8", "correct r or rank_pattern"]),
+        ({"r": 8}, ["expected (8, 512) and (256, 8)", "correct r or rank_pattern"]),
     ],
     ids=str,
 )
@@ -129,7 +129,7 @@ def test_a_pattern_that_never_ends_is_refused(tmp_path, reader, tensors, monkeyp
 @pytest.mark.parametrize(
     ("name", "kind", "parts"),
     [
-        ("base_model.model.model.embed_tokens.lora_embedding_A", ModelError, ["lora_embedding_A", "only linears"]),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", ModelError, ["adapters of the embedding"]),
         (f"base_model.model.{Q}.lora_magnitude_vector", ModelError, ["lora_magnitude_vector"]),
         (f"base_model.model.{Q}.lora_B.bias", ModelError, ["lora_B.bias"]),
         (f"{Q}.lora_A.weight", ModelError, ["only linears"]),
@@ -140,10 +140,37 @@ def test_other_tensors_are_refused(tmp_path, reader, tensors, name, kind, parts)
     refused(write_adapter(tmp_path, {**tensors, name: torch.ones(4, 4)}), reader, kind, *parts)
 
 
-@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
-def test_head_and_embedding_are_refused(tmp_path, reader, module):
-    tensors = {f"base_model.model.{module}.lora_{x}.weight": torch.ones(4, 4) for x in "AB"}
-    refused(write_adapter(tmp_path, tensors), reader, ModelError, module, "embedding and output head")
+@pytest.mark.parametrize(("module", "part"), [("lm_head", "output head"), ("model.embed_tokens", "embedding")])
+@pytest.mark.parametrize("kinds", [["lora_A.weight", "lora_B.weight"], ["base_layer.weight"], ["weight"]], ids=str)
+def test_head_and_embedding_are_refused(tmp_path, reader, tensors, module, part, kinds):
+    more = {f"base_model.model.{module}.{kind}": torch.ones(4, 4) for kind in kinds}
+    refused(
+        write_adapter(tmp_path, {**tensors, **more}), reader, ModelError, f"adapters of the {part} are not supported"
+    )
+
+
+def of_layers(tensors, layers):
+    return {name: value for name, value in tensors.items() if name.partition("layers.")[2][0] in layers}
+
+
+def test_an_adapter_of_the_first_layers_only_is_doubted(tmp_path, reader, tensors):
+    assert reader.config["num_hidden_layers"] == 4
+    adapter = read_adapter(write_adapter(tmp_path / "sql", of_layers(tensors, "01")), reader)
+    assert adapter.warnings == ("adapter sql covers layers 0 to 1 of 4: is it trained for another base?",)
+    first = read_adapter(write_adapter(tmp_path / "sql", of_layers(tensors, "0")), reader)
+    assert first.warnings == ("adapter sql covers layer 0 of 4: is it trained for another base?",)
+    for layers, config in (("0123", {}), ("23", {}), ("02", {}), ("01", {"layers_to_transform": [0, 1]})):
+        folder = write_adapter(tmp_path / "other", of_layers(tensors, layers), **config)
+        assert read_adapter(folder, reader).warnings == (), layers
+
+
+def test_linears_that_only_the_first_layers_have_are_no_reason_for_doubt(tmp_path):
+    from tests.runtime.helpers import make_loud_model
+
+    base = make_loud_model(tmp_path / "base", "deepseek_v3")  # a dense layer, then layers of experts
+    dense = read_adapter(make_adapter(tmp_path / "dense", base, ("layers.0.mlp.down_proj",)), open_model(base))
+    assert dense.updates
+    assert dense.warnings == ()
 
 
 def test_a_norm_is_refused(tmp_path, reader):

@@ -221,7 +221,7 @@ def test_decode_steps_are_one_call_that_gives_the_same_bits(loud_llama, adapters
         pytest.skip("no C kernels here")
     told = "one native call; layer by layer where requests of a step have different adapters"
     assert llm.describe()["decode steps"] == told
-    assert "adapter two: two, rank 16, 14 linears, SHA-256 " in llm.describe()["notes"]
+    assert "adapter two: rank 16, 14 linears, SHA-256 " in llm.describe()["notes"]
     asked, compute = prompts(5, 40, 12, vocab_size=258), llm.model.compute
     layer_by_layer = []
     llm.model.compute = lambda batch, cache: layer_by_layer.append(batch) or compute(batch, cache)
@@ -250,6 +250,20 @@ def test_unknown_names(loud_llama, adapters):
         Adapters().check("one")
     with pytest.raises(RequestError, match=r"adapter is 'three', which is not among the adapters \(one, two\)"):
         EngineConfig(adapters=adapters, adapter="three")
+    example = r"'/a/sql', but must be a name of adapters; give, for example, adapters=\{'sql': '/a/sql'\}, adapter='sql'"
+    with pytest.raises(RequestError, match=example):
+        EngineConfig(adapter="/a/sql")
+
+
+def test_an_adapter_that_covers_only_the_first_layers_is_noted(loud_llama, adapters, tmp_path, caplog):
+    first = make_adapter(tmp_path / "first", loud_llama, ("layers.0.self_attn.q_proj",))
+    told = "adapter first covers layer 0 of 2: is it trained for another base?"
+    notes = LLM(loud_llama, threads=1, adapters={"sql": first}).notes
+    assert told in notes
+    assert any(note.startswith("adapter sql: folder first, rank 4, 1 linear, SHA-256 ") for note in notes)
+    assert caplog.messages == [f"warning: {told}"]
+    LLM(loud_llama, threads=1, adapters=adapters)
+    assert len(caplog.messages) == 1
 
 
 def test_names_of_adapters(tmp_path):

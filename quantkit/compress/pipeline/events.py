@@ -7,7 +7,7 @@ from quantkit.results import LayerRecord
 
 class Listener:
     """Receives the pipeline's events: `plan` once; for each layer `layer_started`, `phase` several times, and
-    `layer_finished`; `warning` at any time.
+    `layer_finished`; `note` and `warning` at any time.
 
     Methods that a listener does not define do nothing.
     """
@@ -38,6 +38,9 @@ class Listener:
 
     def layer_finished(self, record: LayerRecord) -> None:
         """Called when a layer is on disk."""
+
+    def note(self, text: str) -> None:
+        """Called with information of one sentence."""
 
     def warning(self, text: str) -> None:
         """Called with a warning of one sentence, which does not stop the run."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.checkpoints.adapter import Adapter, merged, read_adapter
+from quantkit.checkpoints.adapter import Adapter, merge_note, merged, read_adapter
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import metadata_files, resolve
 from quantkit.checkpoints.model_reader import ModelReader
@@ -150,7 +150,7 @@ def build_plan(
         family=replace(family, decode_at_load=family.decode_at_load or made.dequantize),
         recipe=recipe,
         format=format_,
-        warnings=(*known, *made.warnings, *reader.notes, *kept),
+        warnings=(*known, *made.warnings, *_of_source(reader, merging), *kept),
         layers=tuple(layer for part, layer in by_part if not part.beside),
         linears=linears,
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
@@ -177,6 +177,12 @@ def _open_source(
         source = merged(source, merging, family)
     _check_calibration(source, discovery, recipe)
     return source, replace(family, mtp=_head_names(source, recipe)), discovery, merging
+
+
+def _of_source(reader: ModelReader, adapter: Adapter | None) -> tuple[str, ...]:
+    """Return warnings about the source; the note that an adapter is merged is none."""
+    told = () if adapter is None else (merge_note(adapter),)
+    return (*(note for note in reader.notes if note not in told), *(adapter.warnings if adapter else ()))
 
 
 def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:

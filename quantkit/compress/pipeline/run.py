@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from quantkit.checkpoints.adapter import merge_note
 from quantkit.checkpoints.folder import resolve
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.hidden_state_store import Mode
@@ -206,8 +207,11 @@ def _begin(
     run = CompressionRun(
         plan=plan, samples=samples, state=state, work=work, listener=listener, resumed=len(state.records)
     )
-    for warning in run.warnings if is_writer() else ():
-        listener.warning(warning)
+    if is_writer():
+        if plan.adapter is not None:
+            listener.note(merge_note(plan.adapter))
+        for warning in run.warnings:
+            listener.warning(warning)
     return run
 
 

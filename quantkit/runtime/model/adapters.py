@@ -17,6 +17,7 @@ from quantkit.checkpoints.adapter import Adapter, LowRankUpdate
 from quantkit.errors import ModelError, RequestError
 from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import ForwardBatch, Linear
+from quantkit.quantities import counted
 
 _SHOWN = 3  # names in a message
 
@@ -48,12 +49,13 @@ class Adapters:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A note on each adapter, for reports."""
-        return tuple(
-            f"adapter {name}: {adapter.path.name}, rank {adapter.rank}, {len(adapter.updates)} linears, "
-            f"SHA-256 {adapter.digest[:16]}"
-            for name, adapter in self.by_name.items()
-        )
+        """A note on each adapter, for reports, and its warnings."""
+        notes: list[str] = []
+        for name, adapter in self.by_name.items():
+            folder = f"folder {adapter.path.name}, " if adapter.path.name != name else ""
+            count, digest = counted(len(adapter.updates), "linear"), adapter.digest[:16]
+            notes += (f"adapter {name}: {folder}rank {adapter.rank}, {count}, SHA-256 {digest}", *adapter.warnings)
+        return tuple(notes)
 
     def check(self, name: str | None) -> None:
         """Refuse an unknown adapter.

@@ -3,8 +3,9 @@
 Weights are converted layer by layer, so memory never holds two copies of the model.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -46,6 +47,8 @@ from quantkit.runtime.model.mtp import build_draft_head, find_draft_head
 from quantkit.runtime.model.residual_streams import StreamedBlock
 from quantkit.runtime.model.weights import Weights, build_block
 from quantkit.safety.untrusted import read_object
+
+_LOG = logging.getLogger(__name__)
 
 Backend = Literal["auto", "native", "transformers"]
 
@@ -121,9 +124,16 @@ def _read_adapters(path: Path, folders: Mapping[str, Path], family: Family) -> A
 
     dense = ModelReader.of(open_dense(path), family)
     loaded = Adapters({n: read_adapter(f, dense) for n, f in folders.items()})
-    for name, digest in loaded.digests.items():
-        refuse_merged(path, digest, name)
+    for name, adapter in loaded.by_name.items():
+        refuse_merged(path, adapter.digest, name)
+        for text in adapter.warnings:
+            _warn_once(text)
     return loaded
+
+
+@cache  # `verify` loads several models
+def _warn_once(text: str) -> None:
+    _LOG.warning("warning: %s", text)
 
 
 def _merged(path: Path, adapter: Path | str, family: Family) -> CheckpointReader:
