@@ -226,7 +226,7 @@ def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int
         end, previous = end + info.num_bytes, f"tensor {name!r}"
     if file_bytes < end:
         raise CheckpointError(
-            f"{path} is truncated: its tensors take {end} bytes ({byte_size(end)}), "
+            f"{path} is truncated: its header and tensors take {end} bytes ({byte_size(end)}), "
             f"the file has {file_bytes} ({byte_size(file_bytes)}); download or copy it again"
         )
     if file_bytes > end:

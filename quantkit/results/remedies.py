@@ -14,6 +14,8 @@ def remedy(report: Report, metric: str, kind: str, *, measured: bool = True) -> 
         kind: topic of this metric; see `gates.Metric`.
         measured: whether the metric was measured.
     """
+    if metric == ACCEPTANCE_RATIO and not measured:
+        return "add `--speculate mtp` to `quantkit verify`, for a model with an MTP head"
     if not measured:
         return "run `quantkit verify` with the original as --baseline, and enable the measurement that this gate needs"
     if metric == ACCEPTANCE_RATIO:

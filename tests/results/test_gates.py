@@ -104,6 +104,12 @@ def test_speed_and_memory_have_remedies_of_their_own(report):
     assert "fewer weight bits" in evaluate_gates(undiagnosed, ["itl_ratio<=0.1"])[0].remedy
 
 
+def test_acceptance_without_drafts_says_which_option_is_missing(report):
+    (result,) = evaluate_gates(report, ["acceptance_ratio>=0.95"])
+    assert not result.held
+    assert result.remedy.startswith("add `--speculate mtp` to `quantkit verify`")
+
+
 def test_a_limit_inside_the_interval_is_told(report):
     tasks = report.find_comparison("all tasks")
     gate = f"recovery>={(tasks.recovery_low + tasks.recovery) / 2:.2f}"

@@ -250,7 +250,9 @@ def test_unknown_names(loud_llama, adapters):
         Adapters().check("one")
     with pytest.raises(RequestError, match=r"adapter is 'three', which is not among the adapters \(one, two\)"):
         EngineConfig(adapters=adapters, adapter="three")
-    example = r"'/a/sql', but must be a name of adapters; give, for example, adapters=\{'sql': '/a/sql'\}, adapter='sql'"
+    example = (
+        r"'/a/sql', but must be a name of adapters; give, for example, adapters=\{'sql': '/a/sql'\}, adapter='sql'"
+    )
     with pytest.raises(RequestError, match=example):
         EngineConfig(adapter="/a/sql")
 

@@ -223,11 +223,11 @@ def test_the_heads_keys_and_values_are_never_quantized(models):
 
 def test_what_cannot_draft_is_refused(models, tmp_path):
     plain = make_loud_model(tmp_path / "plain", "llama")
-    with pytest.raises(RequestError, match="the model has no MTP head that can draft; set speculate to ngram"):
-        LLM(plain, speculate="mtp", lazy=True)
     with pytest.raises(
-        RequestError, match="transformers runs this model, without its MTP head; set speculate to ngram"
+        RequestError, match="the model has no MTP head that can draft; use speculate=ngram \(--speculate ngram\)"
     ):
+        LLM(plain, speculate="mtp", lazy=True)
+    with pytest.raises(RequestError, match="transformers runs this model, without its MTP head; use speculate=ngram"):
         LLM(models["glm4_moe"], speculate="mtp", backend="transformers", lazy=True)
     with pytest.raises(RequestError, match=r"kv_budget does not work with .* an MTP head"):
         LLM(models["glm4_moe"], speculate="mtp", kv_budget=64, lazy=True)

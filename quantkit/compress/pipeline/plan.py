@@ -150,7 +150,7 @@ def build_plan(
         family=replace(family, decode_at_load=family.decode_at_load or made.dequantize),
         recipe=recipe,
         format=format_,
-        warnings=(*known, *made.warnings, *_of_source(reader, merging), *kept),
+        warnings=(*known, *made.warnings, *_of_source(reader, merging), *_of_heads(recipe, parts), *kept),
         layers=tuple(layer for part, layer in by_part if not part.beside),
         linears=linears,
         towers={part.name: layer for part, layer in by_part if part.beside and layer},
@@ -183,6 +183,13 @@ def _of_source(reader: ModelReader, adapter: Adapter | None) -> tuple[str, ...]:
     """Return warnings about the source; the note that an adapter is merged is none."""
     told = () if adapter is None else (merge_note(adapter),)
     return (*(note for note in reader.notes if note not in told), *(adapter.warnings if adapter else ()))
+
+
+def _of_heads(recipe: Recipe, parts: Sequence[LayerLinears]) -> tuple[str, ...]:
+    """Return a warning if the recipe quantizes MTP heads, but the model has none."""
+    if recipe.mtp is None or any(part.is_head for part in parts):
+        return ()
+    return ("mtp has no effect: the model has no MTP head that quantkit can quantize; remove mtp from the recipe",)
 
 
 def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:

@@ -132,6 +132,10 @@ class WeightsSection(RecipeSection):
 def _mtp(value: Any) -> "WeightsSection | None":
     if value in (None, "keep"):
         return None
+    if isinstance(value, str) and value != "int8":
+        raise ValueError(
+            f"expected int8, keep or a mapping such as {{dtype: int4, group_size: 64}}, found {shorten(value)}"
+        )
     return WeightsSection.model_validate({"dtype": "int8"} if value == "int8" else value)
 
 

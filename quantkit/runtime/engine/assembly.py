@@ -66,7 +66,8 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
     if config.backend == "transformers" or (read := _read(path, config.kv_cache, config, device, mtp=mtp)) is None:
         if mtp:
             raise RequestError(
-                f"{path}: transformers runs this model, without its MTP head; set speculate to ngram, or leave it out"
+                f"{path}: transformers runs this model, without its MTP head; use speculate=ngram (--speculate ngram), "
+                "or leave it out"
             )
         return None
     model, layouts = read
@@ -197,7 +198,7 @@ def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
     if has_draft:
         raise RequestError(
             "kv_budget does not work with a draft model or an MTP head, which keep all keys and values of a sequence; "
-            "set speculate to ngram, or leave kv_budget out"
+            "use speculate=ngram (--speculate ngram), or leave kv_budget out"
         )
 
 

@@ -81,7 +81,8 @@ def find_draft_head(config: ModelConfig, reader: CheckpointReader) -> MTPHead:
     heads = mtp_heads(config, reader.names)
     if not heads:
         raise RequestError(
-            f"{reader.path}: the model has no MTP head that can draft; set speculate to ngram, or leave it out"
+            f"{reader.path}: the model has no MTP head that can draft; use speculate=ngram (--speculate ngram), or "
+            "leave it out"
         )
     return heads[0]
 

@@ -119,6 +119,7 @@ def test_a_model_without_heads_is_quantized_as_without_the_key(tiny_llama, tmp_p
     for name, mtp in (("kept", "keep"), ("made", "int8")):
         result = quantkit.quantize(tiny_llama, "rtn-int8", tmp_path / name, overrides={"mtp": mtp})
         assert result.mtp is None
+        assert ("mtp has no effect" in " ".join(result.warnings)) is (mtp == "int8")
     assert load_tensors(tmp_path / "kept").keys() == load_tensors(tmp_path / "made").keys()
 
 
@@ -130,7 +131,7 @@ def test_a_model_without_heads_is_quantized_as_without_the_key(tiny_llama, tmp_p
             "mtp: only format compressed-tensors stores MTP heads",
         ),
         ({"mtp": "int8", "format": "awq"}, "not awq; remove 'mtp'"),
-        ({"mtp": "int9"}, "mtp: "),
+        ({"mtp": "int9"}, "mtp: expected int8, keep or a mapping such as .*, found 'int9'"),
         ({"mtp": {"dtype": "fp8", "group_size": "tensor"}}, "mtp: heads need scales of their own"),
         ({"mtp": {"bits": 8}}, "unknown key 'bits'"),
     ],
