@@ -29,6 +29,7 @@ _INT8_BYTES = 8.25 / 8
 _BUSY = 0.5  # p75 - p25 over p50 of ITL
 _STALL = 3.0  # p99 over p50 of ITL
 _QUEUE = 2.0  # TTFT under load over TTFT alone
+_SPECULATION = "speculation"  # key of the settings if drafts are on
 _SMALL_CACHES = ("int8", "fp8", "int4")
 
 
@@ -79,7 +80,7 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
         findings += [*_busy(alone), *_start_or_stream(alone, prefill, cost.product)]
         if decode:
             small, large = decode[0], decode[-1]
-            findings.append(_decode_binding(small, cost, result.kv_cache))
+            findings.append(_decode_binding(small, cost, result))
             findings += [*_weight_only_payoff(small, cost), *_cache_weight(large, cost, result)]
             findings += _batching(small, large, result.runs)
         for run in runs:
@@ -139,7 +140,7 @@ def _prefill_binding(record: RooflineRecord, product: str) -> Finding:
     return _finding(name, record=record, product=product, reached=reached, most=1 / reached, binding=binding)
 
 
-def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Finding:
+def _decode_binding(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -> Finding:
     """Name the resource that limits a decode step of the smallest batch."""
     moved, reached = record.bytes_moved, record.floor_s / record.seconds
     weights, note, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
@@ -147,7 +148,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
         note = "; part of so few bytes may come from the processor's caches, which are faster"
     # Checked first: if a step takes far longer than its floor, neither ceiling explains it.
     if reached < _BOUND:
-        name = "decode, overhead"
+        name = "decode, overhead" if _SPECULATION not in result.settings else "decode, overhead with drafts"
     elif record.bound_by == "compute":
         name = "decode, arithmetic"
         note += f"; {as_percent(record.mfu)} of {record.gemm_flops_per_s / 1e9:.0f} GFLOP/s"
@@ -155,7 +156,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
         name = "decode, busy"
     else:
         name = "decode, caches" if record.mbu > 1 else "decode, memory"
-        smaller, saved = _fewer_bytes(cost, weights, moved - weights, kv_cache)
+        smaller, saved = _fewer_bytes(cost, weights, moved - weights, result)
         gain = f"about {times(moved / (moved - saved))} at batch {record.batch}" if saved else ""
     return _finding(
         name,
@@ -173,14 +174,14 @@ def _decode_binding(record: RooflineRecord, cost: Cost, kv_cache: str) -> Findin
     )
 
 
-def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tuple[str, float]:
+def _fewer_bytes(cost: Cost, weights: int, cached: float, result: BenchmarkResult) -> tuple[str, float]:
     """Return advice on what to make smaller, and the bytes per step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
-        if kv_cache not in _SMALL_CACHES:
+        if result.kv_cache not in _SMALL_CACHES:
             # Half of 16 bits, less what the scales add.
             return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
-        return ("Use --kv-cache int4." if kv_cache != "int4" else "Shorten contexts."), cached * 0.45
+        return ("Use --kv-cache int4." if result.kv_cache != "int4" else "Shorten contexts."), cached * 0.45
     linears = weights - cost.head_bytes
     to_int4 = "Quantize the weights to 4 bits (awq-int4, gptq-int4).", linears * (1 - _INT4_BYTES / now)
     if now > 1.5 * _INT8_BYTES:
@@ -189,6 +190,8 @@ def _fewer_bytes(cost: Cost, weights: int, cached: float, kv_cache: str) -> tupl
         return "Quantize the output head, which recipes leave unquantized: --head int8.", cost.head_bytes * 0.48
     if now > 1.3 * _INT4_BYTES:
         return to_int4
+    if _SPECULATION in result.settings:
+        return "", 0.0
     return (
         "Use speculation (--speculate ngram, or a small draft model): it gives several tokens each time the weights "
         "are read."

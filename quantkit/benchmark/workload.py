@@ -3,8 +3,8 @@
 Seeds are fixed, lengths are fixed or spread, and arrivals are a closed loop or Poisson. Prompts are random tokens, so
 that no two requests share a prefix; the engine generates exactly the requested length. One thread runs the engine's
 steps and reads the clock after each, so a timestamp is the time when the caller receives the tokens: gaps include
-sampling, detokenization and bookkeeping. Tokens of one speculative step share a timestamp; ITL counts the gaps between
-them as zero, and TPOT spreads their time evenly.
+sampling, detokenization and bookkeeping. Tokens of one speculative step share a timestamp; ITL and TPOT spread the
+time of the step evenly over them.
 Source: Reddi et al. 2020, MLPerf Inference Benchmark (closed loop and server scenario).
 """
 

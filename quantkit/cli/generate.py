@@ -116,7 +116,7 @@ def _numbers(llm: LLM | VllmLLM, completion: Completion) -> dict[str, Any]:
     from quantkit.results.statistics.summary import median
     from quantkit.runtime.vllm_engine import VllmLLM
 
-    gap = median(completion.timing.inter_token_s)
+    gap, mean = median(completion.timing.inter_token_s), completion.timing.tpot_s
     numbers = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -124,10 +124,11 @@ def _numbers(llm: LLM | VllmLLM, completion: Completion) -> dict[str, Any]:
         "new_tokens": len(completion.token_ids),
         "ttft_s": completion.timing.ttft_s,
         "itl_median_s": gap,
-        "tokens_per_s": 1 / gap if gap else None,
+        "tokens_per_s": 1 / mean if mean else None,
     }
     if isinstance(llm, VllmLLM):
         return {**numbers, "engine": llm.engine_name, "kv_cache": llm.kv_type}
+    counters = llm.stats()
     # The mean context while tokens were generated, as traffic grows linearly with it.
     context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
     read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
@@ -136,8 +137,9 @@ def _numbers(llm: LLM | VllmLLM, completion: Completion) -> dict[str, Any]:
         **numbers,
         "bytes_per_token": read,
         "memory_bytes_per_s": bandwidth,
-        "bandwidth_share": read / gap / bandwidth if gap else None,
-        **llm.stats(),
+        # With drafts, steps read the weights, but not once per token.
+        "bandwidth_share": read / gap / bandwidth if gap and not counters["drafted_tokens"] else None,
+        **counters,
     }
 
 
@@ -148,11 +150,11 @@ def _table(llm: LLM | VllmLLM, numbers: dict[str, Any]) -> Table:
     rows = [
         ("tokens", f"{numbers['prompt_tokens']} prompt, {numbers['new_tokens']} new"),
         ("TTFT", duration(numbers["ttft_s"])),
-        ("ITL", f"{duration(gap)} (median), {numbers['tokens_per_s']:.1f} tokens/s" if gap else None),
+        ("ITL", f"{duration(gap)} (median), {numbers['tokens_per_s']:.1f} tokens/s (mean)" if gap else None),
     ]
     if isinstance(llm, VllmLLM):
         return facts([*rows, ("engine", numbers["engine"]), ("KV cache", numbers["kv_cache"])])
-    if gap:
+    if numbers["bandwidth_share"] is not None:
         rate = f"{numbers['memory_bytes_per_s'] / 1e9:.1f} GB/s"
         share = f"{100 * numbers['bandwidth_share']:.0f} % of the measured bandwidth of {rate}"
         rows.append(("memory traffic", f"{byte_size(numbers['bytes_per_token'])} per token; {share}"))

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 LATENCIES = {
     "TTFT": ("time to first token", "from the arrival of the request to its first token."),
-    "ITL": ("inter-token latency", "every gap between tokens, over all requests; its tail shows stalls."),
+    "ITL": (
+        "inter-token latency",
+        "every gap between tokens, over all requests; its tail shows stalls. Tokens of one speculative step share the "
+        "time of the step.",
+    ),
     "TPOT": (
         "time per output token",
         "(last token - first) / (tokens - 1), one per request; hides stalls.",

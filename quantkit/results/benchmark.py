@@ -1,12 +1,13 @@
 """Records of serving requests: raw timestamps, memory and roofline points. Latencies are computed from the timestamps.
 
-TTFT: request arrived -> first token. ITL: each gap between successive tokens, pooled over requests. TPOT: (last token -
-first token) / (tokens - 1), one number per request. A stall shows in the tail of ITL and is averaged away in TPOT.
+TTFT: request arrived -> first token. ITL: each gap between successive tokens, pooled over requests; tokens of one
+speculative step share the time of the step equally. TPOT: (last token - first token) / (tokens - 1), one number per
+request. A stall shows in the tail of ITL and is averaged away in TPOT.
 """
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal
 
 from quantkit.results._record import Record
@@ -76,8 +77,16 @@ class RequestTiming(Record):
 
     @property
     def inter_token_s(self) -> tuple[float, ...]:
-        """Gaps between successive tokens."""
-        return tuple(after - before for before, after in pairwise(self.token_s))
+        """Gaps between successive tokens.
+
+        If a speculative step gives n tokens at once, each of them counts as a gap of 1 / n of the step's time. So the
+        gaps add up to the time between the first token and the last.
+        """
+        steps = [(time, len(list(tokens))) for time, tokens in groupby(self.token_s)]
+        gaps = [0.0] * (steps[0][1] - 1) if steps else []  # no step came before the first tokens
+        for (before, _), (after, count) in pairwise(steps):
+            gaps += [(after - before) / count] * count
+        return tuple(gaps)
 
     @property
     def tpot_s(self) -> float | None:

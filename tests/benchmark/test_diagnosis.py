@@ -70,8 +70,8 @@ def prefill(seconds):
     )
 
 
-def findings(*runs, roofline=(), cost=COST, kv="auto"):
-    result = BenchmarkResult(model="m", runs=runs, roofline=tuple(roofline), kv_cache=kv)
+def findings(*runs, roofline=(), cost=COST, kv="auto", settings=None):
+    result = BenchmarkResult(model="m", runs=runs, roofline=tuple(roofline), kv_cache=kv, settings=settings or {})
     return diagnose(result, cost).findings
 
 
@@ -138,6 +138,16 @@ def test_overhead_binds():
     finding = about(findings(run(), roofline=[decode(0.1)]), "Overhead limits decoding")
     assert "only 10 % of a step" in finding.statement
     assert finding.expected_gain == "10x at most"
+
+
+@pytest.mark.parametrize(("cost", "reached"), [(COST, 0.1), (INT4, 0.8)])
+def test_speculation_is_not_advised_when_it_is_on(cost, reached):
+    record = decode(0, cost=cost)
+    record = dataclasses.replace(record, seconds=record.bytes_moved / 20e9 / reached)
+    for settings, advised in (({}, True), ({"speculation": "85% of 20 drafts accepted"}, False)):
+        told = findings(run(), roofline=[record], cost=cost, settings=settings)
+        finding = next(each for each in told if each.statement.startswith(("Overhead limits", "Memory traffic limits")))
+        assert ("speculation" in finding.advice.lower()) is advised
 
 
 def test_arithmetic_binds():

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quantkit.runtime.model import loader
-from tests.helpers import edit_config, edit_tensors, make_model
+from tests.helpers import edit_config, edit_tensors, make_model, save_tokenizer
+from tests.runtime.mtp_models import make_predictable
 
 PROMPT = "The boys by the mills"
 
@@ -43,6 +44,20 @@ def test_statistics_go_to_stderr(run):
     for word in ("TTFT", "ITL", "tokens/s", "weights", "KV cache", "GB/s", "CPU kernels", "threads"):
         assert word in err
     assert "Table(" not in err  # drawn, not its repr
+
+
+def test_numbers_with_drafts(run, tmp_path):
+    model = make_predictable(tmp_path / "model")  # its MTP head is always right
+    save_tokenizer(model)
+    words = (model, "--prompt", PROMPT, "--max-tokens", 40, "--speculate", "mtp", "--ignore-eos")
+    code, out, _ = run(*words, "--json")
+    numbers = json.loads(out)
+    assert code == 0
+    assert numbers["accepted_tokens"] > 0
+    assert numbers["itl_median_s"] > 0
+    assert numbers["tokens_per_s"] > 0
+    assert numbers["bandwidth_share"] is None
+    assert "tokens/s (mean)" in run(*words, "--stats")[2]
 
 
 def test_json_has_the_text_and_the_numbers(run):

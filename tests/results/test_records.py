@@ -86,6 +86,13 @@ def test_latencies_are_computed_from_timestamps():
     assert run_of(one).context_gaps == ((11, 0.25), (12, 0.75))
 
 
+def test_tokens_of_one_step_share_its_time():
+    one = timing(1.0, 2.0, 2.0, 2.0, 2.0, 2.5, 2.5)
+    assert one.inter_token_s == (0.25, 0.25, 0.25, 0.25, 0.25, 0.25)
+    assert sum(one.inter_token_s) == 1.5
+    assert timing(1.0, 1.0, 2.0).inter_token_s == (0.0, 1.0)  # nothing came before the first tokens
+
+
 def test_a_request_without_tokens_has_no_latency():
     none = timing()
     assert (none.ttft_s, none.tpot_s, none.latency_s, none.inter_token_s) == (None, None, None, ())
