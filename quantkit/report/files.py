@@ -207,6 +207,8 @@ def render_junit(report: Report) -> str:
     name = f"quantkit verify {report.model.name}"
     root = ElementTree.Element("testsuites", {"name": name, "tests": str(gates + comparisons), "failures": failed})
     suite = add(root, "testsuite", {"name": "gates", "tests": str(gates), "failures": failed})
+    if adapter := tables.describe_adapter(report):
+        add(add(suite, "properties"), "property", name="adapter", value=adapter)
     for gate in report.gates:
         case = add(suite, "testcase", classname="quantkit.results.gates", name=gate.gate)
         if gate.held:

@@ -332,12 +332,24 @@ def storage_rows(
     ]
 
 
+def describe_adapter(report: Report) -> str:
+    """Return a line about the adapter that was merged, or that both models computed with; "" = none."""
+    made = report.compression
+    if made is not None and made.adapter is not None:
+        return made.adapter.describe()
+    used = report.evaluation.settings.get("adapter") if report.evaluation else None
+    if used is None:  # no evaluation, but notes about the engine
+        of_adapters = (note.removeprefix("adapter ") for note in report.notes if note.startswith("adapter "))
+        used = next((text for text in of_adapters if ", SHA-256 " in text), None)
+    return f"{used}, applied to both models" if used else ""
+
+
 def making_table(report: Report) -> Table:
     """Create the table of facts about the checkpoint and its compression."""
     model, made = report.model, report.compression
     rows = [
         ("original", report.baseline_model.name if report.baseline_model else ""),
-        ("adapter", made.adapter.describe() if made and made.adapter else ""),
+        ("adapter", describe_adapter(report)),
         ("recipe", made.recipe if made else ""),
         ("scheme", model.scheme),
         ("format", model.format),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.verify.pair_checks import check_pair
 from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.report.files import render_junit, render_markdown
 from tests.checkpoints.adapters import make_adapter
 
 
@@ -27,3 +31,8 @@ def test_both_models_have_the_adapter_and_the_report_names_it(models, tmp_path):
     assert any(note.startswith("adapter sql: rank 4, 6 linears, SHA-256 ") for note in adapted.notes)
     assert any(note.startswith("No sensitivity map: a sensitivity map swaps parts") for note in adapted.notes)
     assert plain.sensitivity is not None
+    for report in (adapted, replace(adapted, evaluation=None)):
+        assert re.search(r"\| adapter \| sql.*SHA-256 .*, applied to both models \|", render_markdown(report))
+        assert re.search(r'<property name="adapter" value="sql.*, applied to both models" ?/>', render_junit(report))
+    assert "| adapter |" not in render_markdown(plain)
+    assert "<property" not in render_junit(plain)
