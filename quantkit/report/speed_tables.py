@@ -33,11 +33,16 @@ Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, 
 
 
 def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
-    """Yield (label, run) for each workload: the original's run, if there is one, then the model's run."""
+    """Yield (label, run) for each workload: the original's run, if there is one, then the model's run. If only one of
+    them speculates, its label says so.
+    """
+    sides = report.baseline_benchmark, report.benchmark
+    drafts = [side is not None and "speculation" in side.settings for side in sides]
+    theirs, ours = (" with drafts" if drafts[side] and not all(drafts) else "" for side in (0, 1))
     for run, other in report.paired_runs:
         if other:
-            yield f"{run.workload.name}, original", other
-        yield f"{run.workload.name}, model", run
+            yield f"{run.workload.name}, original{theirs}", other
+        yield f"{run.workload.name}, model{ours}", run
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -132,3 +133,16 @@ def test_what_a_terminal_would_obey_is_written_out():
     drawn = console.file.getvalue()
     assert not any(sign in drawn for sign in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"))
     assert all(text in drawn for text in (r"a\x1b[2J", r"name\x1b[2J", r"b\x1b]0;title\x07", r"c\x9b2J \u202e"))
+
+
+def test_runs_say_which_model_speculates():
+    def labels(*sides):
+        changed = {
+            field: dataclasses.replace(getattr(REPORT, field), settings={"speculation": "not used"} if on else {})
+            for field, on in zip(("baseline_benchmark", "benchmark"), sides, strict=True)
+        }
+        return {label.partition(", ")[2] for label, _ in report_runs(dataclasses.replace(REPORT, **changed))}
+
+    assert labels(False, False) == labels(True, True) == {"original", "model"}
+    assert labels(False, True) == {"original", "model with drafts"}
+    assert labels(True, False) == {"original with drafts", "model"}

@@ -78,13 +78,22 @@ class Pair:
         """Keywords of `LLM` that merge the adapter into the original."""
         return {} if self.adapter is None else {"merge": self.adapter}
 
-    def check_vllm(self) -> None:
-        """Refuse to run the pair in vLLM if an adapter must be merged into the original.
+    def check_engine(self, engine: Mapping[str, Any], *, vllm: bool, sensitivity: bool) -> None:
+        """Refuse what adapters do not allow, before a model is loaded.
 
+        Args:
+            engine: keywords of `LLM` for both models.
+            vllm: whether vLLM runs both models; it cannot merge an adapter into the original.
+            sensitivity: whether a sensitivity map is requested; it cannot be made while models compute with an adapter.
         Raises:
-            RequestError: an adapter must be merged.
+            RequestError: vLLM or the map is requested, and an adapter does not allow it.
         """
-        if self.adapter is not None:
+        if sensitivity and engine.get("adapters") and not self.has_adapter:
+            raise RequestError(
+                "a sensitivity map swaps parts between models, which adapters do not allow; leave out --adapter or "
+                "--sensitivity"
+            )
+        if vllm and self.adapter is not None:
             raise RequestError(
                 f"vLLM cannot merge the adapter {self.adapter} into the original; merge them with PEFT's "
                 "merge_and_unload, and give the merged model as --baseline"

@@ -124,8 +124,7 @@ def verify_pair(
     """
     options = options or VerifyOptions()
     check_options(options)
-    if options.vllm is not None:
-        pair.check_vllm()
+    pair.check_engine(options.engine, vllm=options.vllm is not None, sensitivity=bool(options.sensitivity))
     verification = _Verification(pair=pair, options=options, progress=progress, keep=keep)
     bench = options.bench
     if bench is not None and options.vllm is None:  # must fit both models before either is loaded

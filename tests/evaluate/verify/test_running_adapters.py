@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
+from quantkit.errors import RequestError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.verify.pair_checks import check_pair
 from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
@@ -31,6 +34,13 @@ def test_both_models_have_the_adapter_and_the_report_names_it(models, tmp_path):
     assert any(note.startswith("adapter sql: rank 4, 6 linears, SHA-256 ") for note in adapted.notes)
     assert any(note.startswith("No sensitivity map: a sensitivity map swaps parts") for note in adapted.notes)
     assert plain.sensitivity is not None
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RequestError, match="leave out --adapter or --sensitivity"),
+    ):
+        patch.setattr("quantkit.evaluate.verify.run.load_llm", None)  # refused before a model is loaded
+        options = VerifyOptions(sensitivity=True, engine={"adapters": (f"sql={adapter}",), "adapter": "sql"})
+        verify_pair(check_pair(models / "out", None, []), options)
     for report in (adapted, replace(adapted, evaluation=None)):
         assert re.search(r"\| adapter \| sql.*SHA-256 .*, applied to both models \|", render_markdown(report))
         assert re.search(r'<property name="adapter" value="sql.*, applied to both models" ?/>', render_junit(report))
