@@ -136,15 +136,15 @@ def _uncovered(folder: Path, names: Iterable[str], reader: ModelReader) -> Itera
     An adapter of a model with fewer layers looks like this. Adapters of a few linears that only some layers have, such
     as the dense layers before layers of experts, do not.
     """
-    layers, found = reader.family.layers, dict[int, set[str]]()
+    layers, changed = reader.family.layers, dict[int, set[str]]()
     for name in names:
         index, _, local = name.removeprefix(f"{layers}.").partition(".")
         if name.startswith(f"{layers}.") and index.isdecimal():
-            found.setdefault(int(index), set()).add(local)
+            changed.setdefault(int(index), set()).add(local)
     count = ConfigReader(reader.config, keys=reader.family.keys).optional_count("num_hidden_layers") or 0
-    covered = len(found)
-    later = (f"{layers}.{i}.{local}.weight" for i in range(covered, count) for local in found.get(0, ()))
-    if set(found) == set(range(covered)) and any(name in reader for name in later):
+    covered = len(changed)
+    later = (f"{layers}.{i}.{local}.weight" for i in range(covered, count) for local in changed.get(0, ()))
+    if set(changed) == set(range(covered)) and any(name in reader for name in later):
         shown = "layer 0" if covered == 1 else f"layers 0 to {covered - 1}"
         yield f"adapter {folder.name} covers {shown} of {count}: is it trained for another base?"
 
@@ -351,13 +351,13 @@ def _check_shapes(
     expected = ((rank, shape[1]), (shape[0], rank))
     if (a, b) == expected:
         return
-    found = f"{name} has lora_A {a} and lora_B {b}, expected {expected[0]} and {expected[1]} for rank {rank}"
+    shapes = f"{name} has lora_A {a} and lora_B {b}, expected {expected[0]} and {expected[1]} for rank {rank}"
     if len(a) == len(b) == 2 and (a[1], b[0]) == (shape[1], shape[0]):  # the base is right
         raise ModelError(
-            f"{folder / ADAPTER_CONFIG} does not fit the adapter's weights: {found}; correct r or rank_pattern, or "
+            f"{folder / ADAPTER_CONFIG} does not fit the adapter's weights: {shapes}; correct r or rank_pattern, or "
             "copy the adapter again"
         )
-    raise ModelError(f"{folder} does not fit {reader.path}: {found}; give the base that the adapter was trained on")
+    raise ModelError(f"{folder} does not fit {reader.path}: {shapes}; give the base that the adapter was trained on")
 
 
 def _read(weights: CheckpointReader, name: str) -> Tensor:

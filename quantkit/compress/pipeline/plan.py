@@ -181,8 +181,9 @@ def _open_source(
 
 def _of_source(reader: ModelReader, adapter: Adapter | None) -> tuple[str, ...]:
     """Return warnings about the source; the note that an adapter is merged is none."""
-    told = () if adapter is None else (merge_note(adapter),)
-    return (*(note for note in reader.notes if note not in told), *(adapter.warnings if adapter else ()))
+    if adapter is None:
+        return reader.notes
+    return (*(note for note in reader.notes if note != merge_note(adapter)), *adapter.warnings)
 
 
 def _of_heads(recipe: Recipe, parts: Sequence[LayerLinears]) -> tuple[str, ...]:
