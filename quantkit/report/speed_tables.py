@@ -17,17 +17,15 @@ if TYPE_CHECKING:
 
 LATENCIES = {
     "TTFT": ("time to first token", "from the arrival of the request to its first token."),
-    "ITL": (
-        "inter-token latency",
-        "every gap between tokens, over all requests; its tail shows stalls. Tokens of one speculative step share the "
-        "time of the step.",
-    ),
+    "ITL": ("inter-token latency", "every gap between tokens, over all requests; its tail shows stalls."),
     "TPOT": (
         "time per output token",
         "(last token - first) / (tokens - 1), one per request; hides stalls.",
     ),
 }
-DEFINITIONS = "\n".join(f"{name}: {text}" for name, (_, text) in LATENCIES.items())
+DEFINITIONS = "\n".join(
+    (*(f"{name}: {text}" for name, (_, text) in LATENCIES.items()), "Tokens of one speculative step share its time.")
+)
 
 Runs = Iterable[tuple[str, BenchmarkRun]]  # each with a label: which workload, of which model
 
