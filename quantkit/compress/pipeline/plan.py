@@ -166,12 +166,13 @@ def _open_source(
     model: str | None, recipe: Recipe, adapter: str | Path | None
 ) -> tuple[CheckpointReader, Family, Discovery | None, Adapter | None]:
     """Open the model and merge the adapter; for the parts of the result, see `Plan`."""
+    from quantkit.inspection import merged_digests, refuse_merged  # imports the gguf package
+
     source, merging = open_dense(resolve(model)), None
+    merged_digests(source.path)  # refuses a damaged quantkit.json now, not at the end of the run
     check_cache(recipe, source.config)
     family, discovery = find_model(source)
     if adapter is not None:
-        from quantkit.inspection import refuse_merged  # imports the gguf package
-
         merging = read_adapter(adapter, ModelReader.of(source, family))
         refuse_merged(source.path, merging.digest, merging.path.name)
         source = merged(source, merging, family)

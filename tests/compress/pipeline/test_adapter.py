@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 import quantkit
 from quantkit.checkpoints.adapter import adapter_digest, merged, read_adapter
 from quantkit.compress.convert import convert
+from quantkit.compress.pipeline.plan import build_plan
+from quantkit.compress.recipe import load
 from quantkit.demo import DEMO_MODEL
-from quantkit.errors import ModelError, ResumeError
+from quantkit.errors import CheckpointError, ModelError, ResumeError
 from quantkit.formats.ggml.gguf_file import read_gguf
 from quantkit.inspection import merged_digests
 from tests import forked
@@ -172,6 +174,13 @@ def test_a_checkpoint_made_again_names_the_adapter_but_has_its_own_identity(deri
     assert "adapter" not in manifest["identity"]
     assert quantkit.inspect(derived / "again").adapter == quantkit.inspect(derived / "out").adapter
     assert "path" not in manifest["result"]["adapter"]
+
+
+def test_a_damaged_record_of_the_source_is_refused_at_once(derived, tmp_path):
+    source = shutil.copytree(derived / "dense", tmp_path / "source")
+    (source / "quantkit.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"quantkit\.json"):
+        build_plan(str(source), load("rtn-int8"), tmp_path / "out", "cpu")
 
 
 def test_an_adapter_is_not_merged_twice_and_two_are_both_recorded(derived, tmp_path):
