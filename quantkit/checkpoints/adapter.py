@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.checkpoints.encoded_weight import EncodedInfo, Read
 from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.checkpoints.model_reader import ModelReader
-from quantkit.checkpoints.reader import CheckpointReader, file_digest
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.symlinks import check_links
 from quantkit.errors import CheckpointError, ModelError, SchemeError
 from quantkit.formats import is_gguf
@@ -80,7 +80,7 @@ class Adapter:
 
     Args:
         path: folder of the adapter.
-        digest: SHA-256 of config and weights.
+        digest: see `adapter_digest`.
         base: the adapter's own name for its base model; None = it names none.
         updates: changes of linears, keyed by the linear's name in the base's `ModelReader`.
         warnings: reasons to doubt that the adapter was trained for this base, one sentence each.
@@ -150,13 +150,21 @@ def _uncovered(folder: Path, names: Iterable[str], reader: ModelReader) -> Itera
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return the SHA-256 of an adapter's config and weights.
+    """Return the SHA-256 of what an adapter computes: the name and scale of each update, and its A and B in float32.
+
+    So an adapter has the same digest after it is saved again, with another order of its config's entries for example.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        ModelError, CheckpointError: see `read_adapter`.
     """
-    digests = "".join(file_digest(folder / name) for name in (ADAPTER_CONFIG, _WEIGHTS))
-    return hashlib.sha256(digests.encode()).hexdigest()
+    config, weights = _read_folder(folder)
+    total, budget = hashlib.sha256(), Budget()
+    for module, pair in sorted(_pairs(weights).items()):
+        total.update(f"{module} {_scale(config, module, folder, budget)[1]!r}".encode())
+        for kind in "AB":
+            values = _read(weights, pair[kind]).float().contiguous()
+            total.update(f" {tuple(values.shape)}\n".encode() + values.numpy().tobytes())
+    return total.hexdigest()
 
 
 def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> CheckpointReader:

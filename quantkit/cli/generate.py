@@ -131,7 +131,7 @@ def _numbers(llm: LLM | VllmLLM, completion: Completion) -> dict[str, Any]:
     counters = llm.stats()
     # The mean context while tokens were generated, as traffic grows linearly with it.
     context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
-    read = llm.model.stored_bytes + context * llm.kv_bytes_per_token
+    read = llm.model.stored_bytes + llm.model.adapters.num_bytes + context * llm.kv_bytes_per_token
     bandwidth = memory_bandwidth(llm.device)
     return {
         **numbers,

@@ -128,6 +128,8 @@ class EngineConfig:
                     f"{self.num_pages} pages of {self.page_size} tokens hold {held} tokens, too few for a sequence of "
                     f"max_length {self.max_length}; use {pages} pages or more, or a smaller max_length"
                 )
+        if isinstance(self.speculate, str) and self.speculate.lower() in {"ngram", "mtp"} - {self.speculate}:
+            raise RequestError(f"speculate is {self.speculate!r}; write {self.speculate.lower()!r}")
         folders = adapter_folders(self.adapters)  # refuses names that are empty or given twice
         if self.adapter is not None and self.adapter not in folders:
             raise RequestError(_unknown_adapter(self.adapter, folders))

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from quantkit.checkpoints.adapter import merged, read_adapter
+from quantkit.checkpoints.adapter import adapter_digest, merged, read_adapter
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.demo import DEMO_MODEL
@@ -285,3 +285,13 @@ def test_quantized_weights_are_not_merged(tmp_path, models):
     adapter = read_adapter(make_adapter(tmp_path / "adapter", models / "llama"), reader)
     with pytest.raises(ModelError, match="never merged into quantized weights; quantize the dense base with --adapter"):
         merged(open_dense(models / "out"), adapter, reader.family)
+
+
+def test_the_digest_covers_what_an_adapter_computes_and_not_how_it_was_saved(tmp_path):
+    folder = make_adapter(tmp_path / "lora", DEMO_MODEL)
+    file, digest = folder / "adapter_config.json", adapter_digest(folder)
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(dict(reversed(config.items())) | {"peft_version": "9.9"}, indent=7))
+    assert adapter_digest(folder) == digest
+    file.write_text(json.dumps(config | {"lora_alpha": 3 * config["lora_alpha"]}))
+    assert adapter_digest(folder) != digest

@@ -224,7 +224,7 @@ def test_the_heads_keys_and_values_are_never_quantized(models):
 def test_what_cannot_draft_is_refused(models, tmp_path):
     plain = make_loud_model(tmp_path / "plain", "llama")
     with pytest.raises(
-        RequestError, match="the model has no MTP head that can draft; use speculate=ngram \(--speculate ngram\)"
+        RequestError, match=r"the model has no MTP head that can draft; use speculate=ngram \(--speculate ngram\)"
     ):
         LLM(plain, speculate="mtp", lazy=True)
     with pytest.raises(RequestError, match="transformers runs this model, without its MTP head; use speculate=ngram"):

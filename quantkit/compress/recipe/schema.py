@@ -132,7 +132,7 @@ class WeightsSection(RecipeSection):
 def _mtp(value: Any) -> "WeightsSection | None":
     if value in (None, "keep"):
         return None
-    if isinstance(value, str) and value != "int8":
+    if not isinstance(value, Mapping) and value != "int8":
         raise ValueError(
             f"expected int8, keep or a mapping such as {{dtype: int4, group_size: 64}}, found {shorten(value)}"
         )

@@ -183,12 +183,22 @@ def _adapter(
         digest: digest of the adapter that was merged into it.
         named: folder of the adapter, as the user or quantkit-run.json says.
         given: reader of the original, if the user named it. Other files than those that the adapter was merged into
-            are taken to have the adapter already.
+            are taken to have the adapter already, unless quantkit made them.
         known: digests of the files that the adapter was merged into, keyed by name; empty = unknown.
+    Raises:
+        ModelError: there is no such folder, or quantkit made the original without the adapter.
+        CheckpointError: the folder holds another adapter.
     """
     if given is not None and known and any(known.get(file.name) != file_digest(file) for file in given.files):
-        name = given.path.name
-        note = f"{name} has other weights than the model that the adapter was merged into, so it is taken as it is."
+        if read_manifest(given.path):  # quantkit made it, and would have noted the adapter
+            raise ModelError(
+                f"{given.path} was made without the adapter that was merged into {path}; leave out --baseline, or give "
+                "the original with the adapter merged"
+            )
+        note = (
+            f"{given.path.name} has other weights than the model that the adapter was merged into, so quantkit assumes "
+            "that the adapter is merged into it."
+        )
         return None, (note,)
     if not isinstance(named, str | Path) or not named or not Path(named).is_dir():
         where = f", which is not at {shorten(named)}" if named else ""

@@ -53,8 +53,11 @@ def test_the_adapter_is_merged_into_the_original(models, folders):
     # A model with other weights that the user names has the adapter already.
     given = check_pair(folders / "out", folders / "merged", [])
     assert given.adapter is None
-    assert any("taken as it is" in note for note in given.notes)
+    assert any("assumes that the adapter is merged into it" in note for note in given.notes)
     assert verified(models, given).fidelity.mean_kl == report.fidelity.mean_kl
+    quantkit.quantize(models / "llama", "rtn-int8", folders / "without", overrides={"weights.group_size": 32})
+    with pytest.raises(ModelError, match="was made without the adapter that was merged into"):
+        check_pair(folders / "out", folders / "without", [])
     # The original that it was made from, named by the user, has not.
     assert check_pair(folders / "out", models / "llama", []).adapter == folders / "lora"
 
