@@ -9,6 +9,7 @@ Source: Frantar et al. 2022, GPTQ: Accurate Post-Training Quantization for Gener
 Chee et al. 2023, QuIP: 2-Bit Quantization of Large Language Models With Guarantees, section 3 (the equivalence).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -34,8 +35,14 @@ from quantkit.numerics.tensor import QuantizedTensor, join_rows
 
 ActOrder = Literal["none", "weight", "group"]
 
-Statistics = dict[tuple[str, ...], tuple[list[Tensor], CrossErrors | None]]
-"""For each set, the parts that add up to its Hessian, and the errors of earlier layers; None = they are ignored."""
+Statistics = dict[tuple[str, ...], tuple[list[Tensor], CrossErrors | None, int]]
+"""For each set, the parts that add up to its Hessian, the errors of earlier layers (None = they are ignored), and the
+number of tokens that both are means over.
+"""
+
+# Of automatic damping: the factor of the root of inputs per token, and the limits. Measured on three models of 135 to
+# 500 million parameters at 4 bits with 4,096 and 32,768 tokens, which wanted 0.15 and 0.05 to 0.15.
+_NOISE, _LEAST_DAMPING, _MOST_DAMPING = 0.4, 0.01, 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +52,8 @@ class GptqStep(Step):
     Args:
         block_size: number of columns to round before one matrix product updates all remaining columns.
         damping: fraction of the Hessian's mean diagonal to add to the diagonal; raised step by step if the Hessian is
-            singular.
+            singular. None = 0.4 times the root of K / T for T calibration tokens, 0.01 to 1, because the noise of a
+            Hessian that is measured on T tokens has this size relative to the Hessian.
         act_order: order in which columns are rounded. "weight": columns with the largest inputs first; groups stay in
             place. "group": the same order, and each group consists of columns that follow each other in this order, so
             the format must store the group of each input. "none": from left to right.
@@ -65,7 +73,7 @@ class GptqStep(Step):
     independent_options: ClassVar[Mapping[str, Any]] = {"true_sequential": False, "asymmetric_calibration": 0.0}
 
     block_size: Positive = 512
-    damping: PositiveShare = 0.01
+    damping: PositiveShare | None = None
     act_order: ActOrder = "weight"
     scale_search: bool = True
     true_sequential: bool = False
@@ -117,7 +125,8 @@ class GptqStep(Step):
             for names in sets:
                 gram = grams.pop(names[0])
                 if gram.is_split or layer.owner(names[0]) == rank():
-                    statistics[names] = gram.finish(), errors.pop(names[0]).errors() if names[0] in errors else None
+                    cross = errors.pop(names[0], None)
+                    statistics[names] = gram.finish(), cross.errors() if cross else None, gram.num_tokens
             release_freed_memory()  # memory of the sums, which would otherwise be held beside the factor
             self._quantize_sets(layer, sets, statistics)
             release_freed_memory()
@@ -135,7 +144,7 @@ class GptqStep(Step):
                 factors.clear()
                 workspace.clear()
                 # Removed from `statistics`, so that a set's matrices are freed once the set's linears are solved.
-                parts, errors = statistics.pop(job.set)
+                parts, errors, num_tokens = statistics.pop(job.set)
                 shift = None
                 chosen = choose_correction(parts, errors.halves, self.asymmetric_calibration) if errors else None
                 hessian = parts.pop(0)
@@ -143,7 +152,7 @@ class GptqStep(Step):
                     add_lower(hessian, parts.pop())
                 if errors and chosen:
                     shift = shift_of(errors, hessian, chosen, by_all=job.set in common)
-                factors[job.set] = self._factor(hessian), shift
+                factors[job.set] = self._factor(hessian, num_tokens), shift
             factor, shift = factors[job.set]
             if layer.device.type == "cpu":  # the last job freed its memory in pieces that do not fit this job
                 release_freed_memory()
@@ -167,12 +176,16 @@ class GptqStep(Step):
         factors.clear()
         layer.commit({name: join_rows(made) for name, made in parts.items()})
 
-    def _factor(self, hessian: Tensor) -> Factor:
+    def _factor(self, hessian: Tensor, num_tokens: int) -> Factor:
         # Stable, so that inputs of equal magnitude have the same order in every run.
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
         if self.act_order == "none":
             order = torch.arange(len(order), device=order.device)
-        return cholesky_factor(hessian, order, self.damping)
+        damping = self.damping
+        if damping is None:
+            noise = _NOISE * math.sqrt(len(hessian) / max(1, num_tokens))
+            damping = min(max(_LEAST_DAMPING, noise), _MOST_DAMPING)
+        return cholesky_factor(hessian, order, damping)
 
     def _solve_job(
         self, layer: LayerContext, job: Job, factor: Factor, shift: Shift | None, workspace: Workspace

@@ -107,6 +107,13 @@ def test_dead_inputs_are_rounded_on_their_own():
     assert torch.equal(codes[:, 3].float(), (weight[:, 3] / scale[:, 0]).round().clamp(-8, 7))
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(6, 1.0), (100, 0.4 * math.sqrt(48 / 100)), (10**9, 0.01)])
+def test_automatic_damping_grows_with_inputs_per_token(tokens, expected):
+    hessian = torch.eye(48) * 2
+    assert GptqStep()._factor(hessian, tokens).diagonal[0].item() == pytest.approx(2 * (1 + expected))
+    assert GptqStep(damping=0.3)._factor(torch.eye(48), tokens).diagonal[0].item() == pytest.approx(1.3)
+
+
 def test_a_dead_input_gets_the_mean_of_the_diagonal_before_damping():
     _, hessian = problem()
     hessian[3] = hessian[:, 3] = 0
