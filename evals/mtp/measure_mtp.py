@@ -2,7 +2,9 @@
 
     python evals/mtp/train_mtp.py --out mtp-model
     python evals/mtp/measure_mtp.py mtp-model WORK            # -> evals/results/mtp/acceptance.json
-    python evals/mtp/measure_mtp.py mtp-model WORK --speed    # -> evals/results/mtp/speed.json; on a quiet machine
+    python evals/mtp/train_mtp.py --out mtp-deeper --layers 10
+    # -> evals/results/mtp/speed.json; on a quiet machine
+    python evals/mtp/measure_mtp.py mtp-model WORK --speed --deeper mtp-deeper
 
 Prompts are the beginnings of documents of the demo language that training did not see. Drafts are forced. Text with
 drafts must equal text without, greedy and sampled, in float32; the script stops if it does not. The head's linears are
@@ -10,8 +12,9 @@ rounded to nearest in groups of 32. The model's are quantized by `rtn-int8` and 
 32 too.
 
 `--speed` compares one sequence at a time with and without drafts, in turns, by the clock. It does so with the model as
-it is, and with a padded one: layers that add zero, and feed-forward channels that no layer reads. The padded model
-computes the same function, and its steps read as many bytes as those of a larger model.
+it is, with a deeper one that was trained in the same way, and with a padded one: layers that add zero, and feed-forward
+channels that no layer reads. The padded model computes the same function, and its steps read as many bytes as those of
+a larger model.
 """
 
 from __future__ import annotations
@@ -55,10 +58,13 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="folder for the variants")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--speed", action="store_true", help="measure speeds instead of acceptance")
+    parser.add_argument("--deeper", type=Path, help="model of 10 layers, for --speed")
     options = parser.parse_args()
     prompts = held_out(LLM(options.model, lazy=True), options.prompts)
     if options.speed:
-        models = {"as trained": options.model, "padded": padded(options.model, options.work / "padded")}
+        models = {"3 layers": options.model, "3 layers, padded": padded(options.model, options.work / "padded")}
+        if options.deeper is not None:
+            models["10 layers"] = options.deeper
         rows = [{"model": name, **speed(folder, prompts[:8])} for name, folder in models.items()]
         keep("speed", rows, {"prompts": 8, "rounds": ROUNDS, "threads": 1})
         return

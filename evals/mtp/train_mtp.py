@@ -1,6 +1,7 @@
 """Train a small model with an MTP head from nothing, in the demo language: about four minutes on a CPU core.
 
     python evals/mtp/train_mtp.py --out mtp-model
+    python evals/mtp/train_mtp.py --out mtp-deeper --layers 10
 
 The model is a Qwen3.5 without recurrent layers, so quantkit's engine can run its head and transformers loads the rest.
 Model and head are trained together: the model predicts the next token, the head the one after it from the model's
@@ -29,7 +30,7 @@ sys.path.insert(0, str(REPOSITORY / "evals" / "demo"))
 from packing import PADDING, draw_batch  # noqa: E402 - a script beside this folder
 
 DEMO_MODEL = REPOSITORY / "quantkit" / "demo" / "model"
-LAYERS, ROWS, LENGTH = 3, 8, 160
+ROWS, LENGTH = 8, 160
 HEAD_WEIGHT = 0.5  # of the head's loss, beside the model's
 WARMUP, DECAY = 40, 0.5
 
@@ -57,14 +58,14 @@ class Head(nn.Module):
         return self.norm(self.layers[0](self.fc(joined), position_embeddings=angles))
 
 
-def build(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[Qwen3_5ForCausalLM, Head]:
+def build(tokenizer: PreTrainedTokenizerFast, layers: int, seed: int) -> tuple[Qwen3_5ForCausalLM, Head]:
     """A freshly initialised model and its head."""
     config = Qwen3_5TextConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
         intermediate_size=384,
-        num_hidden_layers=LAYERS,
-        layer_types=["full_attention"] * LAYERS,
+        num_hidden_layers=layers,
+        layer_types=["full_attention"] * layers,
         num_attention_heads=6,
         num_key_value_heads=3,
         head_dim=32,
@@ -128,6 +129,7 @@ def main() -> None:
     """Train and export."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to export to")
+    parser.add_argument("--layers", type=int, default=3, help="of the model; the head has one")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
@@ -135,7 +137,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    model, head = build(tokenizer, args.seed)
+    model, head = build(tokenizer, args.layers, args.seed)
     train(model, head, tokenizer, args)
     export(model, head, tokenizer, args.out)
 
