@@ -118,7 +118,7 @@ def test_error_feedback_into_blocks_equals_the_definition(name):
 def test_error_feedback_lowers_the_error_of_the_outputs(name):
     (weight, hessian), grid = problem(), grid_of(name)
     step = GptqStep()
-    (solved,) = step._solve([weight], [grid], step._factor(hessian.clone()), torch.float32, None)
+    (solved,) = step._solve([weight], [grid], step._factor(hessian.clone(), 10**9), torch.float32, None)
 
     def error(made):
         wrong = made.dequantize() - weight
