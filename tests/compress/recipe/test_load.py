@@ -317,7 +317,7 @@ def test_the_documentation_names_every_field_and_every_option():
     for name, step in REGISTRY.all().items():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
         for field in dataclasses.fields(step):
-            default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+            default = field.default if isinstance(field.default, str) else str(field.default).lower()
             assert re.search(rf"`{field.name}` \(`?{re.escape(default)}`?[;)]", row), field.name
     sections = {
         "": Document,
