@@ -53,8 +53,8 @@ class GptqStep(Step):
     Args:
         block_size: number of columns to round before one matrix product updates all remaining columns.
         damping: fraction of the Hessian's mean diagonal to add to the diagonal; raised step by step if the Hessian is
-            singular. None = 0.4 times the root of K / T for T calibration tokens, 0.01 to 1, because the noise of a
-            Hessian that is measured on T tokens has this size relative to the Hessian.
+            singular. None = 0.4 times the root of K / T for T calibration tokens, 0.01 to 1, because a Hessian that
+            is measured on T tokens has noise that grows with this root.
         act_order: order in which columns are rounded. "weight": columns with the largest inputs first; groups stay in
             place. "group": the same order, and each group consists of columns that follow each other in this order, so
             the format must store the group of each input. "none": from left to right.
