@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.distributed import share_out
 from quantkit.evaluate.behaviour import BehaviourPlan, Trace, scores
-from quantkit.evaluate.fidelity import batches, check_vocabulary, distances, window_logits
+from quantkit.evaluate.fidelity import batches, check_vocabulary, distances, entropies, window_logits
 from quantkit.evaluate.work_sharing import Meter, Say
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, BehaviourResult, ExampleRecord, MarginRecord
 from quantkit.results.statistics.paired import compare_pairs
@@ -193,11 +193,10 @@ def _score(finder: DecisionFinder, trace: Trace, reference: Tensor, value: Tenso
     decisions = finder.find(trace)
     reference, value = (logits[-len(trace.token_ids) :] for logits in (reference, value))
     margins = ((each.kind, each.margin(reference[each.at]), each.margin(value[each.at])) for each in decisions)
-    logs = reference.log_softmax(-1)
     return ScoredTrace(
         number=trace.question.number,
         kl=tuple(distances(reference, value).kl.tolist()),
-        entropy=tuple((-(logs.exp() * logs).nan_to_num().sum(-1)).tolist()),
+        entropy=tuple(entropies(reference)),
         # Leave out tokens that sampling drew although the original preferred another.
         margins=tuple(each for each in margins if each[1] > 0),
     )

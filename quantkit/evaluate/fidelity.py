@@ -33,6 +33,7 @@ from quantkit.runtime.vllm_engine import TopLogprobs, VllmLLM
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
 _BLOCK_BYTES = 32 << 20  # of logits compared at once; a comparison holds four arrays of this size
+_BATCH_BYTES = 128 << 20  # of one model's logits of a batch of windows, unless a single window needs more
 
 Windows = tuple[tuple[int, ...], ...]
 
@@ -159,8 +160,9 @@ def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
 
 
 def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
-    """Yield batches of as many windows as one step of the engine can compute."""
-    count = max(1, llm.engine.config.token_budget // max(map(len, windows)))
+    """Yield batches of as many windows as one step of the engine can compute and `_BATCH_BYTES` allow, at least one."""
+    tokens = min(llm.engine.config.token_budget, _BATCH_BYTES // (4 * llm.vocab_size))
+    count = max(1, tokens // max(map(len, windows)))
     for start in range(0, len(windows), count):
         yield windows[start : start + count]
 
@@ -193,6 +195,16 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
         kl.append((before.exp() * (before - after)).sum(-1).clamp_min(0))
         agrees.append(p.argmax(-1) == q.argmax(-1))
     return Distances(kl=torch.cat(kl), agrees=torch.cat(agrees))
+
+
+@torch.inference_mode()
+def entropies(logits: Tensor) -> list[float]:
+    """Return the entropy at each position of logits (T, V) float32, in nats."""
+    found: list[float] = []
+    for part in torch.split(logits, max(1, _BLOCK_BYTES // (4 * logits.shape[-1]))):
+        logs = part.log_softmax(-1)
+        found += (-(logs.exp() * logs).nan_to_num().sum(-1)).tolist()
+    return found
 
 
 def join_distances(parts: Sequence[Distances]) -> Distances:

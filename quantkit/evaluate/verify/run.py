@@ -181,9 +181,10 @@ class _Verification:
         count = 3 if self.options.noise else 2
         baseline = self._evaluate(original, f"original (1 of {count})", traces[0])
         ours = self._evaluate(llm, f"checkpoint (2 of {count})", traces[1])
+        notes = (*of_prompts, *llm.notes)
+        del llm  # the original in another dtype needs the memory; a sensitivity map loads the checkpoint again
         noise, noise_fidelity = self._noise(original, windows, data) if self.options.noise else (None, None)
         answers = {"evaluation": ours, "baseline": baseline, "noise": noise}
-        notes = (*of_prompts, *llm.notes)
         distances_fields = {"fidelity": distances, "noise_fidelity": noise_fidelity, "behaviour": behaviour}
         report = self._report(note, notes, **answers, **distances_fields)
         asked_for = self.options.sensitivity
@@ -191,7 +192,7 @@ class _Verification:
             return report, text
         early = "This report was written before the sensitivity map was made and the models were timed."
         self.keep(replace(self.completed(report, text), notes=(*report.notes, early)))
-        return self._with_sensitivity(llm, original, windows, report), text
+        return self._with_sensitivity(load_llm(str(path), **engine), original, windows, report), text
 
     def completed(self, report: Report, text: str) -> Report:
         """Add the environment, and check the gates again, because gates about speed and memory need the timing."""
@@ -222,6 +223,8 @@ class _Verification:
         source, plain = self.sides[1]
         dtype = other_arithmetic(dtype_name(original.model.dtype))
         self.progress(f"noise: the original again, in {dtype}")
+        gc.collect()  # an engine refers to itself
+        release_freed_memory()
         other = load_llm(str(source), **{**plain, "dtype": dtype})
         noise = self._evaluate(other, f"original in {dtype} (3 of 3)", behaviour=False, share=_NOISE_SHARE)
         return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
