@@ -92,6 +92,7 @@ METHODS: dict[str, Steps] = {
     "gptq": ["gptq"],
     "gptq asymmetric": [{"gptq": {"asymmetric_calibration": 1.0}}],
     "gptq asymmetric sequential": [{"gptq": {"asymmetric_calibration": 1.0, "true_sequential": True}}],
+    "awq+gptq": ["awq", "gptq"],
     "awq+gptq asymmetric": ["awq", {"gptq": {"asymmetric_calibration": 1.0}}],
     "awq+gptq asymmetric sequential": ["awq", {"gptq": {"asymmetric_calibration": 1.0, "true_sequential": True}}],
     "autoround": ["autoround"],
@@ -115,11 +116,11 @@ LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND = "llm-compressor", "GPTQModel", "auto-ro
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
 FLOATS = ("fp8", "nvfp4", "mxfp4")
-# Of real models the shipped recipes' methods, their combination, and what needs no tuning of other tools; every number
+# Of real models the shipped recipes' methods, AWQ alone, and what needs no tuning of other tools; every number
 # type with one number of calibration tokens, 4 bits in groups with fewer and with more too.
 REAL: dict[str, Any] = {
     "text": "wikitext2/test.raw.txt",
-    "methods": ("rtn", "awq", SHIPPED, f"awq+{SHIPPED}"),
+    "methods": ("rtn", "awq", "awq+gptq", SHIPPED),
     "peers": (
         "rounding, memoryless_mse",
         "GPTQ, memoryless_mse",

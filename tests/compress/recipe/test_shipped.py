@@ -8,9 +8,9 @@ from quantkit.compress.recipe import check, load, shipped
 
 MEANING = {
     "autoround-int4": ("int4 g128", ("autoround",)),
-    "awq-int4": ("int4 g128 asym", ("awq",)),
-    "awq-int4-kv4": ("int4 g128 asym", ("awq",)),
-    "awq-int4-kv8": ("int4 g128 asym", ("awq",)),
+    "awq-int4": ("int4 g128 asym", ("awq", "gptq")),
+    "awq-int4-kv4": ("int4 g128 asym", ("awq", "gptq")),
+    "awq-int4-kv8": ("int4 g128 asym", ("awq", "gptq")),
     "fp8-block": ("fp8 128x128, activations fp8 per token g128", ()),
     "fp8-dynamic": ("fp8 channel, activations fp8 per token", ()),
     "fp8-static": ("fp8 tensor, activations fp8 per tensor", ()),
