@@ -7,7 +7,6 @@ differs from that modified original: its linears were calibrated on other inputs
 scales were moved between linears.
 """
 
-import gc
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from quantkit.errors import ModelError, ResumeError
 from quantkit.evaluate.group_swaps import FusedGroup, find_fused_groups
 from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.sensitivity import Probe
+from quantkit.machine.memory import free_models
 from quantkit.results import CompressionResult
 from quantkit.runtime.llm import LLM
 from quantkit.safety.untrusted import read_object
@@ -198,7 +198,7 @@ def measure_groups(
         options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
         if ends is not None and candidate is candidates[-1]:
             rest = rest_bytes(folder, runner.base, stored, embedding_type(candidate))
-        gc.collect()  # free the candidate's model, which reference cycles keep alive, before the next model is loaded
+        free_models()  # the candidate's, before the next is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(f"{original.path}: the candidates have no fused groups in common; check ignore in the recipe")
     measured_groups = [

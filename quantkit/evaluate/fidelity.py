@@ -200,11 +200,11 @@ def distances(reference: Tensor, value: Tensor) -> Distances:
 @torch.inference_mode()
 def entropies(logits: Tensor) -> list[float]:
     """Return the entropy at each position of logits (T, V) float32, in nats."""
-    found: list[float] = []
+    values: list[float] = []
     for part in torch.split(logits, max(1, _BLOCK_BYTES // (4 * logits.shape[-1]))):
         logs = part.log_softmax(-1)
-        found += (-(logs.exp() * logs).nan_to_num().sum(-1)).tolist()
-    return found
+        values += (-(logs.exp() * logs).nan_to_num().sum(-1)).tolist()
+    return values
 
 
 def join_distances(parts: Sequence[Distances]) -> Distances:

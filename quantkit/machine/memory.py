@@ -23,6 +23,12 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def free_models() -> None:
+    """Free models that are no longer used, which reference cycles keep alive, and return their memory to the system."""
+    gc.collect()
+    release_freed_memory()
+
+
 @contextlib.contextmanager
 def importing(library: str) -> Iterator[None]:
     """Turn off garbage collection while the block imports a large library; later collections skip its objects.

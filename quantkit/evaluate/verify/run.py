@@ -8,7 +8,6 @@ changes that this causes are noise. The models are evaluated first, and freed be
 from __future__ import annotations
 
 import datetime
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +30,7 @@ from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, check_items, evaluate
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
-from quantkit.machine.memory import release_freed_memory
+from quantkit.machine.memory import free_models
 from quantkit.quantities import dtype_name
 from quantkit.results import BehaviourResult, EvaluationResult, FidelityResult, Report
 from quantkit.results.gates import behaviour_gates, evaluate_gates
@@ -137,9 +136,7 @@ def verify_pair(
     if drafts:
         accepted = compare_acceptance(verification.sides, text, progress)
         report = replace(report, comparisons=(*report.comparisons, *accepted))
-    # Collect garbage now, or it would count towards the memory of the timed models.
-    gc.collect()
-    release_freed_memory()
+    free_models()  # or they would count towards the memory of the timed models
     if bench is not None:
         timed = verification.timed if options.vllm is None else verification.served_timed
         # One rank of a distributed run has the machine to itself; the others wait for what it measures.
@@ -223,8 +220,7 @@ class _Verification:
         source, plain = self.sides[1]
         dtype = other_arithmetic(dtype_name(original.model.dtype))
         self.progress(f"noise: the original again, in {dtype}")
-        gc.collect()  # an engine refers to itself
-        release_freed_memory()
+        free_models()
         other = load_llm(str(source), **{**plain, "dtype": dtype})
         noise = self._evaluate(other, f"original in {dtype} (3 of 3)", behaviour=False, share=_NOISE_SHARE)
         return noise, self._distances(other, original, windows[: -(-len(windows) // _NOISE_SHARE)], data)
