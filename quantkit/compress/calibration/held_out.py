@@ -9,9 +9,10 @@ when x is computed.
     error           ||Q x - W o|| / ||W o||     Q: dequantized weight of the chosen codes
     rounding_error  ||R x - W o|| / ||W o||     R: W, rounded to nearest in full ranges
 
-Both errors use the same target and the same input, so they can be compared. Both contain the errors of earlier layers,
-so neither is 0 if those layers have errors. Biases are left out. If activations are quantized, x is taken before it is
-rounded. Scales that a step folded into W or into its outputs are undone first. `dataset` chooses the held-out tokens.
+Q and R are in the model's dtype, because engines convert dequantized weights to it. Both errors use the same target and
+the same input, so they can be compared. Both contain the errors of earlier layers, so neither is 0 if those layers have
+errors. Biases are left out. If activations are quantized, x is taken before it is rounded. Scales that a step folded
+into W or into its outputs are undone first. `dataset` chooses the held-out tokens.
 Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
@@ -145,12 +146,15 @@ class HeldOut:
         reached the linear, because the layer does not use it.
         """
         name, now, target = record.name, layer.weight(record.name), self.targets.get(record.name)
-        plain, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)
+        rounded, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)
         columns = layer.data.divisors.get(layer.set_key(name), one)
         outputs = layer.data.output_divisors.get(name, one.expand(len(now)))
 
         def unscaled(rows: slice) -> Tensor:
             return now[rows].float() * outputs[rows].unsqueeze(1)
+
+        def plain(rows: slice) -> Tensor:
+            return rounded(rows).to(now.dtype)
 
         if inputs is None or target is None or len(inputs) != len(target):
             error, rounding_error = (

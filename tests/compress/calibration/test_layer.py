@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from quantkit.compress.algorithms._smoothing import fold
 from quantkit.compress.calibration.errors import signal_to_noise_db, weight_error
@@ -120,6 +121,28 @@ def test_codes_that_are_worse_than_plain_rounding_are_replaced_by_it(make_layer)
     for name, record in layer.chosen.records.items():
         assert 0 < record.error <= 1.02 * record.rounding_error, name
     assert layer.chosen.records[bad].error == pytest.approx(layer.chosen.records[bad].rounding_error)
+
+
+def test_plain_rounding_is_measured_as_the_model_computes_with_it(make_layer):
+    """In bfloat16, whose own rounding is not small beside that of 8 bits."""
+    layer = make_layer(dtype="int8", group_size=None)
+    layer.block.to(torch.bfloat16)
+    arguments = layer.stream.arguments
+    layer.stream.arguments = lambda batch: tree_map_only(torch.Tensor, in_bfloat16, arguments(batch))
+    layer.stream.store = ActivationStore(None, "ram", map(in_bfloat16, list(layer.store)))
+    held_out, weights = held_out_of(layer)
+    with torch.inference_mode():
+        held_out.aim(layer, is_last=True)
+        layer.finish()
+        for name, weight in weights.items():
+            layer.round_plainly(name, weight)
+        held_out.judge(layer, weights.__getitem__, is_last=True)
+    for record in layer.chosen.records.values():
+        assert record.error == pytest.approx(record.rounding_error, rel=1e-4)
+
+
+def in_bfloat16(tensor):
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def held_out_of(layer):
