@@ -17,7 +17,10 @@ def remedy(report: Report, metric: str, kind: str, *, measured: bool = True) -> 
     if metric == ACCEPTANCE_RATIO and not measured:
         return "add `--speculate mtp` to `quantkit verify`, for a model with an MTP head"
     if not measured:
-        return "run `quantkit verify` with the original as --baseline, and enable the measurement that this gate needs"
+        return (
+            "let `quantkit verify` measure it (`--suite none` leaves out tasks, `--no-bench` speed and memory), or "
+            "name the gates to check with --gate"
+        )
     if metric == ACCEPTANCE_RATIO:
         return "quantize the MTP head less: leave it unquantized, or give it 8 bits"
     if kind == "speed":
