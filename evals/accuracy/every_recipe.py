@@ -1,8 +1,10 @@
-"""Every shipped recipe on a real model, by the command line: its exit code, and linears that are worse than rounding.
+"""Every shipped recipe on a real model, by the command line: linears worse than rounding, and whether its gates hold.
 
-    python evals/accuracy/every_recipe.py MODEL WORK                                    # as shipped
-    python evals/accuracy/every_recipe.py MODEL WORK --samples 16 --sequence-length 256 # calibrated with less
+    python evals/accuracy/every_recipe.py MODEL WORK TEXT                                    # as shipped
+    python evals/accuracy/every_recipe.py MODEL WORK TEXT --samples 16 --sequence-length 256 # calibrated with less
         [--recipes awq-int4,gptq-int4]                      # -> evals/results/recipes/<model>[-16x256].json
+
+KL and perplexity are what `quantkit verify` reports for the first 4k tokens of TEXT; tasks are not asked.
 
 A linear counts as worse than rounding if its error, relative to the original model's output and measured on tokens that
 were held out of the calibration, is more than 2 % above that of rounding to nearest. Recipes without such a
@@ -33,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path)
+    parser.add_argument("text", type=Path)
     parser.add_argument("--samples", type=int)
     parser.add_argument("--sequence-length", type=int)
     parser.add_argument("--recipes", help="names, joined by commas")
@@ -54,7 +57,7 @@ def main() -> None:
 
 
 def row(options: argparse.Namespace, recipe: str, arguments: list[str]) -> dict[str, Any]:
-    """Quantize once."""
+    """Quantize and verify once."""
     options.work.mkdir(parents=True, exist_ok=True)
     output = options.work / f"{recipe}.gguf" if recipe.startswith("gguf") else options.work / recipe
     shutil.rmtree(output, ignore_errors=True)
@@ -79,6 +82,27 @@ def row(options: argparse.Namespace, recipe: str, arguments: list[str]) -> dict[
         "held_out": len(pairs),
         "worse": len(worse),
         "worst": max(worse, default=None),
+        **verified(options, output),
+    }
+
+
+def verified(options: argparse.Namespace, output: Path) -> dict[str, Any]:
+    """What `quantkit verify` says of distributions and perplexity: figures, and gates on them that do not hold."""
+    log, report = options.work / "verify.txt", options.work / "report"
+    shutil.rmtree(report, ignore_errors=True)
+    command = [sys.executable, "-m", "quantkit", "verify", str(output), "--baseline", str(options.model)]
+    text = ["--text", str(options.text), "--text-tokens", "4k"]
+    only = ["--suite", "none", "--no-bench", "--no-behaviour", "--no-sensitivity", "--device", "cpu", "--quiet"]
+    usage = run_measured([*command, *text, *only, "-o", str(report)], log)
+    if not (report / "report.json").exists():
+        return {"verify_code": usage.code, "verify_said": usage.said}
+    result = json.loads((report / "report.json").read_text(encoding="utf-8"))
+    gates = [gate for gate in result["gates"] if gate["value"] is not None]
+    return {
+        "kl": result["metrics"]["kl"],
+        "perplexity_ratio": result["metrics"]["perplexity_ratio"],
+        "checked": [gate["gate"] for gate in gates],
+        "missed": [gate["gate"] for gate in gates if not gate["held"]],
     }
 
 
