@@ -90,8 +90,8 @@ class WeightScheme:
         if in_features % self.group_size and self.block_rows != 1:
             raise SchemeError(
                 f"group_size {self.block_rows}x{self.group_size}: {self.group_size} does not divide {in_features} "
-                "inputs; set weights.group_size to channel and leave activations.group_size out, as recipe fp8-dynamic "
-                "does, or add this linear to ignore"
+                "inputs, and engines compute with whole blocks only; use recipe fp8-dynamic, or set weights.group_size "
+                "to channel and leave activations.group_size out, or add this linear to ignore"
             )
         if in_features % self.group_size:
             sizes = " or ".join([*(str(size) for size in GROUP_SIZES if in_features % size == 0), "channel"])
