@@ -1,19 +1,23 @@
 """Tunable rounding of one weight matrix: an offset per element, a factor per scale, and a shift per zero point.
 
 Value = scale (code - zero), code = clamp(round(weight / scale + offset) + zero), scale = start * factor. The gradients
-take clamping into account, but not rounding (straight-through estimator). Explicit formulas compute the gradients, in
-blocks of rows that fit a CPU's cache. This needs no autograd graph and no temporary of the weight's size.
+take clamping into account, but not rounding (straight-through estimator). Explicit formulas compute the gradients: in C
+on a CPU, else in torch, in blocks of rows. This needs no autograd graph and no temporary of the weight's size.
 `_autoround_block` computes the gradient of the loss with respect to the values, and decides when to take a step.
 Shapes: N outputs, K inputs, G groups of g inputs.
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs; Esser et
 al. 2019, Learned Step Size Quantization (gradient of the scale).
 """
 
+import ctypes
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges, WeightGrid, assemble, on_rows
 from quantkit.numerics.scales import round_scale
 from quantkit.numerics.tensor import QuantizedTensor
@@ -47,13 +51,19 @@ class TunedWeight:
         self.offset = torch.zeros(self._weight.shape, device=self._weight.device)
         self.factor = torch.ones_like(self._start)
         self.shift = torch.zeros_like(self._start)
-        self._scale, self._zero = self._parameters(slice(None))  # as stored
+        self._scale, self._zero = self._parameters()  # as stored
 
     def dequantize(self, out: Tensor) -> None:
         """Write the values of the current codes to `out` (N, K), in the dtype of `out`."""
+        if self._in_c(out):
+            self._call("qk_tuned_values", self.offset.data_ptr(), out.data_ptr(), out.dtype == torch.bfloat16)
+            return
         for rows, (ratio, codes, *_) in self._blocks():
             scale, zero = self._present(rows)
-            self._write(rows, self._ratio(rows, scale, ratio), scale, zero, codes, out)
+            self._clamped(self._raw(rows, self._ratio(rows, scale, ratio), zero, codes))
+            if zero is not None:
+                codes -= zero.unsqueeze(-1)
+            out[rows].view_as(codes).copy_(codes.mul_(scale.unsqueeze(-1)))
 
     def step(self, gradient: Tensor, values: Tensor, rate: float) -> None:
         """Move the parameters one step against the sign of their gradients, and write the new values.
@@ -63,25 +73,21 @@ class TunedWeight:
             values: (N, K), overwritten with the values after the step.
             rate: step size of the offsets. Factors move by rate / 2, shifts by rate / 2 times half the code range.
         """
-        range_rate = rate / 2
-        for rows, (ratio, codes, *others) in self._blocks():
-            scale, zero = self._present(rows)
-            self._ratio(rows, scale, ratio)
-            by_offset, by_scale, by_zero = self._gradients(rows, ratio, gradient[rows], scale, zero, [codes, *others])
-            moved = self.offset[rows].view_as(ratio)
-            moved.addcmul_(by_offset.sign_(), scale.sign().unsqueeze(-1), value=-rate).clamp_(-_FURTHEST, _FURTHEST)
-            # d loss / d factor = d loss / d scale * start. The sign of start matters, because it may be negative.
-            self.factor[rows] -= range_rate * (by_scale * self._start[rows]).sign_()
-            self.factor[rows].clamp_(*_FACTORS)
-            if by_zero is not None:
-                self.shift[rows] -= range_rate * self._dtype.half_range * by_zero.sign_()
-            new_scale, zero = self._parameters(rows)
-            # weight / new scale, without reading the weight again.
-            ratio *= (scale / new_scale).unsqueeze(-1)
-            self._write(rows, ratio, new_scale, zero, codes, values)
-            self._scale[rows] = new_scale
-            if self._zero is not None and zero is not None:
-                self._zero[rows] = zero
+        by_scale, by_zero = torch.empty_like(self._start), torch.empty_like(self._start)
+        if self._in_c(gradient):
+            self._call(
+                "qk_tuned_move", gradient.data_ptr(), gradient.dtype == torch.bfloat16, self.offset.data_ptr(),
+                by_scale.data_ptr(), by_zero.data_ptr(), rate, _FURTHEST,
+            )  # fmt: skip
+        else:
+            for rows, scratch in self._blocks():
+                by_scale[rows], by_zero[rows] = self._move(rows, gradient[rows], rate, scratch)
+        # d loss / d factor = d loss / d scale * start. The sign of start matters, because it may be negative.
+        self.factor.sub_((by_scale * self._start).sign_(), alpha=rate / 2).clamp_(*_FACTORS)
+        if self._zero is not None:
+            self.shift.sub_(by_zero.sign_(), alpha=rate / 2 * self._dtype.half_range)
+        self._scale, self._zero = self._parameters()
+        self.dequantize(values)
 
     def result(self) -> QuantizedTensor:
         """Return the quantized weight with the current codes and ranges."""
@@ -109,18 +115,14 @@ class TunedWeight:
         """Return the current scales and zero points (R, G) of these rows."""
         return self._scale[rows], None if self._zero is None else self._zero[rows]
 
-    def _parameters(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Compute the scales and zero points (R, G) from the tuned parameters; scales keep their initial signs."""
-        start = self._start[rows]
+    def _parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Compute the scales and zero points (N, G) from the tuned parameters; scales keep their initial signs."""
         # Round the magnitude, because a scale that underflows becomes a positive epsilon; then restore the sign.
-        scale = on_rows(round_scale(start.abs() * self.factor[rows], self._grid.scale_dtype), self._grid).copysign_(
-            start
-        )
+        magnitude = round_scale(self._start.abs() * self.factor, self._grid.scale_dtype)
+        scale = on_rows(magnitude, self._grid).copysign_(self._start)
         if self._start_zero is None:
             return scale, None
-        return scale, (self._start_zero[rows] + self.shift[rows]).round_().clamp_(
-            self._dtype.minimum, self._dtype.maximum
-        )
+        return scale, (self._start_zero + self.shift).round_().clamp_(self._dtype.minimum, self._dtype.maximum)
 
     def _ratio(self, rows: slice, scale: Tensor, out: Tensor) -> Tensor:
         """Write weight / scale to `out` (R, G, g), and return `out`."""
@@ -134,17 +136,15 @@ class TunedWeight:
     def _clamped(self, raw: Tensor) -> Tensor:
         return raw.clamp_(self._dtype.minimum, self._dtype.maximum)
 
-    def _gradients(
-        self, rows: slice, ratio: Tensor, gradient: Tensor, scale: Tensor, zero: Tensor | None, scratch: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients of the loss with respect to offsets, scales and zero points.
+    def _move(self, rows: slice, gradient: Tensor, rate: float, scratch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Move the offsets of some rows, in torch, given the gradient of these rows.
 
         Returns:
-            The gradient of each offset, divided by the scale, (R, G, g); of each scale, (R, G); and of each zero point,
-            (R, G), or None for symmetric schemes.
+            The gradients of the loss with respect to scales and zero points, (R, G).
         """
-        codes, inside, by_value = scratch
-        raw = self._raw(rows, ratio, zero, inside)
+        ratio, codes, inside, by_value = scratch
+        scale, zero = self._present(rows)
+        raw = self._raw(rows, self._ratio(rows, scale, ratio), zero, inside)
         torch.clamp(raw, self._dtype.minimum, self._dtype.maximum, out=codes)
         inside.eq_(codes)  # as floats: writing and reading booleans is several times as slow
         by_value.copy_(gradient.view_as(ratio))
@@ -153,15 +153,34 @@ class TunedWeight:
         # d value / d scale is code - zero; where nothing was clamped, weight / scale is subtracted.
         by_scale = codes.addcmul_(ratio, inside, value=-1).mul_(by_value).sum(-1)
         # A shift of the zero point moves an unclamped code by as much, so only clamped values depend on the zero point.
-        by_zero = None
-        if zero is not None:
-            by_zero = torch.addcmul(by_value, by_value, inside, value=-1, out=codes).sum(-1).mul_(-scale)
-        return by_value.mul_(inside), by_scale, by_zero
+        by_zero = torch.addcmul(by_value, by_value, inside, value=-1, out=codes).sum(-1).mul_(-scale)
+        moved = self.offset[rows].view_as(ratio)
+        moved.addcmul_(by_value.mul_(inside).sign_(), scale.sign().unsqueeze(-1), value=-rate)
+        moved.clamp_(-_FURTHEST, _FURTHEST)
+        return by_scale, by_zero
 
-    def _write(
-        self, rows: slice, ratio: Tensor, scale: Tensor, zero: Tensor | None, codes: Tensor, out: Tensor
-    ) -> None:
-        self._clamped(self._raw(rows, ratio, zero, codes))
-        if zero is not None:
-            codes -= zero.unsqueeze(-1)
-        out[rows].view_as(codes).copy_(codes.mul_(scale.unsqueeze(-1)))
+    def _in_c(self, other: Tensor) -> bool:
+        """Whether C can compute a step with this gradient, or write values to it."""
+        tensors = (self._weight, other)
+        usable = all(t.is_cpu and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+        return usable and native.library() is not None
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call one of the functions of tune.c with the weight, its current ranges, and these arguments."""
+        scale, zero = self._scale.contiguous(), None if self._zero is None else self._zero.contiguous()
+        _function(name)(
+            self._weight.data_ptr(), self._weight.dtype == torch.bfloat16, scale.data_ptr(),
+            None if zero is None else zero.data_ptr(), scale.numel(), self._weight.numel() // scale.numel(),
+            self._dtype.minimum, self._dtype.maximum, *arguments, torch.get_num_threads(),
+        )  # fmt: skip
+
+
+@cache
+def _function(name: str) -> native.Function:
+    """Return a function of tune.c."""
+    pointer, size, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    own = {
+        "qk_tuned_move": [pointer, flag, pointer, pointer, pointer, number, number],
+        "qk_tuned_values": [pointer, pointer, flag],
+    }
+    return native.function(name, pointer, flag, pointer, pointer, size, size, number, number, *own[name], flag)

@@ -19,6 +19,7 @@ from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.recipe.load import build
 from quantkit.errors import RecipeError
 from quantkit.huggingface.layer_call import hidden_states
+from quantkit.numerics import native
 from quantkit.numerics.affine import Ranges, WeightGrid, search_parameters
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.scheme import ActivationScheme, WeightScheme
@@ -63,12 +64,12 @@ def plain_formula(weight, scheme, offset, scale, zero):
 
 
 def gradients(tuned, gradient):
-    """Of the loss by offset (N, K), scale and zero point (N, G), from that by the values."""
-    scale, zero = tuned._parameters(slice(None))
-    ((rows, (ratio, *others)),) = tuned._blocks()
-    tuned._ratio(rows, scale, ratio)
-    by_offset, by_scale, by_zero = tuned._gradients(rows, ratio, gradient, scale, zero, others)
-    return (by_offset * scale.unsqueeze(-1)).view(gradient.shape), by_scale, by_zero
+    """Of the loss by offset (N, K), as signs; by scale and zero point (N, G); from that by the values."""
+    before, ((rows, scratch),) = tuned.offset.clone(), tuned._blocks()
+    by_scale, by_zero = tuned._move(rows, gradient, 1e-3, scratch)
+    signs = (before - tuned.offset).sign()
+    tuned.offset = before
+    return signs, by_scale, by_zero
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -87,19 +88,41 @@ def test_gradients_are_those_of_the_plain_formula(dtype, group_size, symmetric):
     decoded = torch.empty_like(weight)
     tuned.dequantize(decoded)
     torch.testing.assert_close(decoded, values.detach().view_as(weight))
-    for actual, leaf in zip(gradients(tuned, gradient), leaves, strict=False):
+    signs, *of_ranges = gradients(tuned, gradient)
+    assert torch.equal(signs, leaves[0].grad.sign())
+    for actual, leaf in zip(of_ranges, leaves[1:], strict=False):
         torch.testing.assert_close(actual, leaf.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(native.library() is None, reason="no C library")
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric):
+@pytest.mark.parametrize("group_size", [8, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_c_equal_those_in_torch(dtype, group_size, symmetric, monkeypatch):
+    weight, scheme, scale, zero = problem("int2", group_size, symmetric)
+    grid, ranges = WeightGrid(scheme, torch.bfloat16), Ranges(scale * 0.7, zero)
+    in_c, in_torch = (TunedWeight(weight.to(dtype), grid, ranges) for _ in range(2))
+    monkeypatch.setattr(in_torch, "_in_c", lambda _: False)
+    ours, theirs = torch.full_like(weight, torch.nan, dtype=dtype), torch.empty_like(weight, dtype=dtype)
+    for _ in range(20):
+        gradient = torch.randn_like(weight).to(dtype)
+        in_c.step(gradient, ours, 0.05)
+        in_torch.step(gradient, theirs, 0.05)
+        assert torch.equal(ours, theirs)
+    assert torch.equal(in_c.offset, in_torch.offset)
+    assert torch.equal(in_c.result().codes, in_torch.result().codes)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_step_goes_against_the_signs_and_writes_the_new_values(symmetric, monkeypatch):
     weight, scheme, scale, zero = problem(symmetric=symmetric)
     tuned = TunedWeight(weight, WeightGrid(scheme, torch.float32), Ranges(scale, zero))
     gradient, values = torch.randn_like(weight), torch.empty_like(weight)
-    by_offset, by_scale, _ = gradients(tuned, gradient)
-    tuned._step_rows = 4  # two blocks
+    signs, by_scale, _ = gradients(tuned, gradient)
+    tuned._step_rows = 4  # two blocks, in torch
+    monkeypatch.setattr(tuned, "_in_c", lambda _: False)
     tuned.step(gradient, values, 0.1)
-    torch.testing.assert_close(tuned.offset, -0.1 * by_offset.sign())
+    torch.testing.assert_close(tuned.offset, -0.1 * signs)
     torch.testing.assert_close(tuned.factor, 1 - 0.05 * (by_scale * scale).sign())  # also where a scale is negative
     expected = torch.empty_like(weight)
     tuned.dequantize(expected)
