@@ -49,10 +49,6 @@ class Examples:
             (number, slice(row, row + 1)) for number, batch in enumerate(self._store) for row in range(batch.shape[0])
         ]
 
-    def __len__(self) -> int:
-        """Number of batches."""
-        return len(self._store)
-
     def batch(self, number: int, rows: slice = slice(None)) -> tuple[Batch, Tensor]:
         """Return the inputs and the target outputs (B, T, D) of one batch, or of some rows of the batch.
 
@@ -158,10 +154,10 @@ class TunedBlock:
             self._sums[name] = gradient.clone()
 
     @torch.no_grad()
-    def error(self, examples: Examples, batches: range) -> float:
-        """Return the squared error of the layer's outputs for some batches, relative to the targets' squared norm."""
+    def error(self, examples: Examples, sequences: Iterable[tuple[int, slice]]) -> float:
+        """Return the squared error of the layer's outputs for some sequences, relative to the targets' squared norm."""
         wrong = total = 0.0
-        for number, rows in (each for each in examples.sequences if each[0] in batches):
+        for number, rows in sequences:
             hidden, target = examples.batch(number, rows)
             wrong += self._error(hidden, target).item()
             total += target.float().square().sum().item()

@@ -205,7 +205,22 @@ def test_never_worse_than_where_it_started(layer_of, output_error):
     start = output_error(layer_of(), started)
     layer = layer_of()
     assert output_error(layer, lambda layer: STEP(iterations=3, learning_rate=1.0).apply(layer)) <= start * 1.0001
-    assert any("did not lower the error" in note for note in layer.chosen.notes)
+    assert any("did not lower the held-out error" in note for note in layer.chosen.notes)
+
+
+def test_kept_only_if_sequences_that_were_not_tuned_on_agree(layer_of, monkeypatch):
+    layer, used, judged, batch = layer_of(), [], [], Examples.batch
+    monkeypatch.setattr(Examples, "batch", lambda self, *which: (used.append(which), batch(self, *which))[1])
+
+    def error(_, examples, sequences):
+        judged.extend(sequences)
+        return float(len(judged))  # it grows
+
+    monkeypatch.setattr("quantkit.compress.algorithms._autoround_block.TunedBlock.error", error)
+    STEP(**QUICK).apply(layer)
+    assert judged and len(used) == QUICK["iterations"]
+    assert not any(which in judged for which in used)
+    assert any("did not lower the held-out error" in note for note in layer.chosen.notes)
 
 
 def test_an_error_that_is_no_number_falls_back(layer_of, monkeypatch):
@@ -233,10 +248,12 @@ def test_quantized_inputs_are_seen_while_tuning(layer_of):
     names = tuple(layer.schemes)
     with torch.inference_mode():
         with tunable(layer, names) as block:
-            quantized = block.error(Examples(layer), range(2))
+            examples = Examples(layer)
+            quantized = block.error(examples, examples.sequences)
         plain = replace(layer, schemes={name: replace(s, activation=None) for name, s in layer.schemes.items()})
         with tunable(plain, names) as block:
-            assert block.error(Examples(plain), range(2)) == 0
+            examples = Examples(plain)
+            assert block.error(examples, examples.sequences) == 0
         assert quantized > 1e-6
         STEP(**QUICK).apply(layer)
     assert not layer.chosen.notes
