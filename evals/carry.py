@@ -1,12 +1,13 @@
 """Keep figures current over a change of the code behind them that changes no byte.
 
     python evals/checks/same_bytes.py --write BEFORE.json     # in a checkout of the commit before the change
-    python evals/carry.py BEFORE.json                         # after it
+    python evals/carry.py BEFORE.json [--without autoround]   # after it
 
 A figure is stale where the code that decides codes is another than it was (`provenance.py`). This checks all cases of
 `same_bytes.py` against BEFORE.json; if it finds a difference, it ends with exit code 1 and leaves the figures stale.
 Otherwise, it replaces the digests that were right at that commit by those of today, in all results, and adds a line to
-evals/results/same_bytes/carried.json. A figure that was stale before stays stale.
+evals/results/same_bytes/carried.json. A figure that was stale before stays stale. With --without STEP, recipes with
+this step are not checked, and figures that rest on the step stay stale.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main() -> None:
     """Check, replace, note."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
-    before = parser.parse_args().before
+    parser.add_argument("--without", metavar="STEP", help="step whose recipes may write other bytes; default: none")
+    options = parser.parse_args()
+    before, without = options.before, options.without
     record = json.loads(before.read_text(encoding="utf-8"))
     then, now = record["about"]["commit"], provenance.commit()
     if "+" in then + now:
@@ -39,12 +42,16 @@ def main() -> None:
     changed = changes(then)
     if not changed:
         sys.exit(f"no module that decides codes has changed since {then}")
-    if subprocess.run([sys.executable, CHECK, "--check", before], check=False).returncode:
+    left_out = [] if without is None else ["--without", without]
+    if subprocess.run([sys.executable, CHECK, "--check", before, *left_out], check=False).returncode:
         sys.exit(1)
+    if without is not None and changed.pop(f"compress.algorithms.{without}", None) is None:
+        sys.exit(f"the module of {without} has not changed, so its figures would not stay stale")
     files = [file for file in sorted(RESULTS.rglob("*.json")) if file != CARRIED]
     written = [file for file in files if replace_in(file, changed)]
     known = json.loads(CARRIED.read_text(encoding="utf-8")) if CARRIED.exists() else []
     line = {"from": then, "to": now, "cases": len(record["cases"]), "modules": sorted(changed)}
+    line |= {} if without is None else {"without": without}
     CARRIED.write_text(json.dumps([*known, line], indent=1) + "\n", encoding="utf-8")
     print(f"{len(changed)} modules changed and no byte; {len(written)} files of results carried from {then} to {now}")
 
