@@ -81,8 +81,8 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
         ModelError: a model is neither a directory nor a hub id.
     """
     ours, theirs = map(resolve, (model, baseline))
-    files = [folder / "tokenizer.json" for folder in (ours, theirs)]
-    if all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False):
+    file, original = (folder / "tokenizer.json" for folder in (ours, theirs))
+    if file.is_file() and original.is_file() and filecmp.cmp(file, original, shallow=False):
         return  # the usual case; reading a vocabulary of 262,144 tokens takes seconds and hundreds of megabytes
     one, other = _vocabulary(ours), _vocabulary(theirs)
     # A tokenizer that cannot be read says nothing against the pair, so only known vocabularies are compared.
