@@ -35,7 +35,7 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not measured"
     if row["code"]:
-        return f"exit code {row['code']}: {row['said']}"
+        return f"exit code {row['code']}: {row['said'].split(';')[0].removeprefix('error: ')}"
     said = []
     if "kl" in row:
         said.append(f"KL {row['kl']:.2g}, perplexity x {row['perplexity_ratio']:.3f}")
