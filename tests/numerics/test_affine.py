@@ -195,7 +195,9 @@ def test_group_size_that_does_not_divide_names_those_that_engines_read():
         SchemeError, match=r"does not divide 576 inputs; set weights.group_size to 64 or 32 or channel,"
     ):
         WeightScheme(dtype=INT4, group_size=128).group_width(576)
-    with pytest.raises(SchemeError, match="128x128: 128 does not divide 576 inputs;"):
+    with pytest.raises(
+        SchemeError, match="128x128: 128 does not divide 576 inputs, and engines compute with whole blocks"
+    ):
         WeightScheme(dtype=FP8, group_size=128, block_rows=128).group_width(576)
 
 

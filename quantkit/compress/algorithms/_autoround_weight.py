@@ -86,7 +86,10 @@ class TunedWeight:
         self.factor.sub_((by_scale * self._start).sign_(), alpha=rate / 2).clamp_(*_FACTORS)
         if self._zero is not None:
             self.shift.sub_(by_zero.sign_(), alpha=rate / 2 * self._dtype.half_range)
-        self._scale, self._zero = self._parameters()
+        scale, zero = self._parameters()
+        self._scale.copy_(scale)
+        if self._zero is not None and zero is not None:
+            self._zero.copy_(zero)
         self.dequantize(values)
 
     def result(self) -> QuantizedTensor:
