@@ -73,7 +73,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
     schemes = {scheme for of_layer in assigned for scheme in of_layer.values() if scheme is not None}
     forms: dict[Any, WeightForm] = {scheme: from_linear(scheme, recipe.format) for scheme in schemes}
     calibration, goal = recipe.calibration, recipe.kv_cache
-    samples = calibration.samples if calibration else 0
+    samples = calibration.num_samples if calibration else 0
 
     return RecipePlan(
         name=recipe.name,

@@ -94,7 +94,7 @@ def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
     assert "statistics of the steps" in cells_of
     assert cells_of["vLLM 0.32.0"][0] == "fast"
     assert cells_of["llama.cpp llama-cpp-python 0.3"][0] == "no"
-    assert "hidden states of 65,536 tokens (on disk if a CPU computes)" in cells_of
+    assert "hidden states of 16,384 tokens (on disk if a CPU computes)" in cells_of
 
 
 @pytest.mark.parametrize(

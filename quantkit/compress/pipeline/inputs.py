@@ -41,7 +41,7 @@ def read_samples(plan: Plan) -> Samples | None:
     if calibration is None:
         return None
     images = _read_images(plan, calibration)
-    number = calibration.samples - (len(images.chats) if images else 0)
+    number = calibration.num_samples - (len(images.chats) if images else 0)
     samples = _read_texts(plan, calibration, number) if number else NO_TEXT
     samples = samples.with_images(images) if images else samples
     limit = plan.reader.config.get("max_position_embeddings")
@@ -72,7 +72,7 @@ def _read_images(plan: Plan, calibration: CalibrationSection) -> ImageSamples | 
         calibration.images,
         plan.reader.path,
         plan.reader.config,
-        samples=calibration.samples,
+        samples=calibration.num_samples,
         sequence_length=calibration.sequence_length,
         seed=plan.recipe.seed,
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.recipe.linears import LayerLinears, Schemes, count_linears, fallback_notes, group_notes
-from quantkit.compress.recipe.load import Recipe, regrouped, settled
+from quantkit.compress.recipe.load import Recipe, regrouped, settled, with_samples
 from quantkit.engine_rules import UNKNOWN, StoredLinear, StoredModel, judge
 from quantkit.errors import InputError, RecipeError, SchemeError
 from quantkit.formats import REGISTRY as FORMATS
@@ -154,7 +154,7 @@ def fit(
             then makes open choices for transformers.
         hidden_size: hidden size of the model, on which kernels of experts depend; None = unknown.
     Returns:
-        The recipe with `symmetric: auto` and group sizes resolved, and the schemes that it assigns.
+        The recipe with `symmetric: auto`, `samples: auto` and group sizes resolved, and the schemes that it assigns.
     Raises:
         InputError: the first reason why the recipe cannot be used.
     """
@@ -170,7 +170,9 @@ def fit(
             is_for = "is not known to work in" if reading.reads == UNKNOWN else "does not work in"
             raise SchemeError(f"the result of recipe {recipe.name!r} {is_for} {text}")
         warnings = (text, *warnings)
-    return chosen, made._replace(warnings=warnings)
+    each = zip(layers, made.schemes, strict=True)
+    widths = [layer.shapes[name][1] for layer, of in each for name, scheme in of.items() if scheme is not None]
+    return with_samples(chosen, max(widths, default=0)), made._replace(warnings=warnings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,20 @@ def regrouped(recipe: Recipe, old: int, new: int) -> Recipe:
     return replace(recipe, source=source, scheme=_scheme({"activations": None, **source}))
 
 
+def with_samples(recipe: Recipe, num_inputs: int) -> Recipe:
+    """Return the recipe with `calibration.samples: auto` replaced by a number; see `CalibrationSection`.
+
+    Args:
+        recipe: the recipe; the same object is returned if it does not use `auto`.
+        num_inputs: number of inputs of the widest linear to quantize.
+    """
+    calibration = recipe.calibration
+    if calibration is None or calibration.samples != "auto":
+        return recipe
+    calibration = calibration.model_copy(update={"samples": calibration.enough_samples(num_inputs)})
+    return replace(recipe, calibration=calibration, source={**recipe.source, "calibration": calibration.plain})
+
+
 def check(path: str | Path) -> list[str]:
     """Read a recipe and return remarks about settings that are valid but probably a mistake.
 

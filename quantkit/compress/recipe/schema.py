@@ -70,6 +70,14 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
+def _samples(value: Any) -> int | str:
+    if type(value) is int and value > 0:
+        return value
+    if value == "auto":
+        return "auto"
+    raise ValueError(f"expected 'auto' or a number above 0, found {shorten(value)}")
+
+
 def _data(value: str) -> str:
     if value == "bundled" or value.endswith((".txt", ".jsonl")) or (value.startswith("hub:") and len(value) > 4):
         return value
@@ -90,6 +98,11 @@ Symmetric = Annotated[bool | str, PlainValidator(_symmetric)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
 Gates = Annotated[tuple[str, ...], PlainValidator(partial(_texts, expected="a gate such as 'recovery>=98.9'"))]
 Positive = Annotated[int, Field(gt=0)]
+NumSamples = Annotated[int | str, PlainValidator(_samples)]
+
+# With `samples: auto`: on real models, GPTQ gains little from more tokens than this per input of the widest linear.
+_TOKENS_PER_INPUT = 16
+_FEWEST_SAMPLES, _MOST_SAMPLES = 32, 128
 
 
 class RecipeSection(BaseModel):
@@ -201,7 +214,7 @@ class CalibrationSection(RecipeSection):
 
     Args:
         data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[:CONFIG]`.
-        samples: number of sequences.
+        samples: number of sequences, or "auto" = as `enough_samples` says.
         sequence_length: tokens per sequence.
         field: key of the text in a .jsonl line or a hub row.
         split: split of a hub data set.
@@ -211,7 +224,7 @@ class CalibrationSection(RecipeSection):
     """
 
     data: Annotated[str, AfterValidator(_data)] = "bundled"
-    samples: Positive = 128
+    samples: NumSamples = 128
     sequence_length: Annotated[int, Field(ge=8)] = 512
     field: str = "text"
     split: str = "train"
@@ -223,6 +236,18 @@ class CalibrationSection(RecipeSection):
     def plain(self) -> dict[str, Any]:
         """Return the section as plain data; omit `inputs: quantized`, so that older recipes keep their identity."""
         return self.model_dump(exclude=None if self.inputs == "original" else {"inputs"})
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of sequences; while `auto` is not resolved, the largest number that it can become."""
+        return self.samples if isinstance(self.samples, int) else _MOST_SAMPLES
+
+    def enough_samples(self, num_inputs: int) -> int:
+        """Return how many sequences `auto` stands for, if the widest linear to quantize has `num_inputs` inputs: 16
+        tokens per input, but at least 32 and at most 128 sequences.
+        """
+        enough = -(-_TOKENS_PER_INPUT * num_inputs // self.sequence_length)
+        return max(_FEWEST_SAMPLES, min(enough, _MOST_SAMPLES))
 
 
 class Measured(RecipeSection):

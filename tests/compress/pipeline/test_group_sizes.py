@@ -48,6 +48,12 @@ def test_each_linear_has_the_largest_groups_that_divide_its_inputs(model, tmp_pa
     torch.testing.assert_close(ours, logits[0], rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize(("ignore", "samples"), [([], 64), (["*.down_proj"], 48)])
+def test_the_widest_linear_to_quantize_gives_the_number_of_samples(model, ignore, samples):
+    plan, _ = sizes(model, "gptq-int4", overrides={"calibration.sequence_length": 64, "ignore": ignore})
+    assert plan.recipe.calibration.samples == samples == plan.recipe.source["calibration"]["samples"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "format_"), [("awq-int4", "awq"), ("awq-int4", "compressed-tensors"), ("awq-int4", "gguf")]
 )

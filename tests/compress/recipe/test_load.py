@@ -11,7 +11,7 @@ import yaml
 
 from quantkit.compress.algorithms import REGISTRY
 from quantkit.compress.recipe import check, load
-from quantkit.compress.recipe.load import build
+from quantkit.compress.recipe.load import build, with_samples
 from quantkit.compress.recipe.schema import (
     ActivationsSection,
     CalibrationSection,
@@ -192,7 +192,7 @@ MISTAKES = {
     INT4_G32 + "steps: [{smoothquant: {alpha: 2}}]": "alpha: input should be less than or equal to 1, found 2",
     INT4_G32 + "calibration: {samples: 3}": "calibration has no effect without steps",
     INT4_G32
-    + "steps: [gptq]\ncalibration: {samples: 0}": "calibration.samples: input should be greater than 0, found 0",
+    + "steps: [gptq]\ncalibration: {samples: 0}": "calibration.samples: expected 'auto' or a number above 0, found 0",
     INT4_G32 + "steps: [gptq]\ncalibration: {sample: 1}": "unknown key 'sample' (did you mean 'samples'?)",
     INT4_G32 + "steps: [gptq]\ncalibration: {data: x.csv}": "calibration.data: expected bundled, a path to a .txt",
     INT4_G32
@@ -252,6 +252,18 @@ def test_replacing_by_mapping_and_by_text_is_the_same(write):
     assert by_text == by_mapping
     assert by_text.steps["gptq"].damping == 0.1
     assert load(path, "seed=4") == load(path, ["seed=4"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "length", "expected"),
+    [(64, 512, 32), (1536, 512, 48), (1537, 512, 49), (1536, 256, 96), (14336, 512, 128)],
+)
+def test_auto_gives_16_tokens_per_input_but_32_to_128_samples(write, inputs, length, expected):
+    recipe = load(write(INT4_G32 + f"steps: [gptq]\ncalibration: {{samples: auto, sequence_length: {length}}}"))
+    made = with_samples(recipe, inputs)
+    assert (recipe.calibration.num_samples, made.calibration.num_samples) == (128, expected)
+    assert made == build(made.source, "again")
+    assert with_samples(made, 10) is made
 
 
 def test_whole_parts_can_be_replaced_and_removed(write):
