@@ -130,8 +130,8 @@ REAL: dict[str, Any] = {
     ),
 }
 REAL_CALIBRATION = {
-    (16, 256): ("w4g64",),
-    (64, 512): ("w4g64", "w4pc", "w3g64", "w2g64", "w8pc", "w8a8", *FLOATS),
+    (16, 256): ("w4g64", "w4pc", "w3g64", "w2g64", "w8pc", "w8a8", *FLOATS),
+    (64, 512): ("w4g64",),
     (128, 512): ("w4g64",),
 }
 DEMO_TASKS = ("demo_agreement", "demo_answers", "demo_arithmetic", "demo_facts", "demo_recall", "demo_stories")
