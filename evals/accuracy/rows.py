@@ -120,7 +120,7 @@ FLOATS = ("fp8", "nvfp4", "mxfp4")
 # type with one number of calibration tokens, 4 bits in groups with fewer and with more too.
 REAL: dict[str, Any] = {
     "text": "wikitext2/test.raw.txt",
-    "methods": ("rtn", "awq", "awq+gptq", SHIPPED),
+    "methods": ("rtn", "awq", "awq+gptq", SHIPPED, "autoround"),
     "peers": (
         "rounding, memoryless_mse",
         "GPTQ, memoryless_mse",

@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def table() -> str:
         "`16x256` in a name: calibrated with 16 sequences of 256 tokens instead of the recipe's own number. *worse*: "
         "linears whose error, measured on calibration tokens that were held out, is more than 2 % above that of "
         f"rounding to nearest. KL and the ratio of perplexities are what `quantkit verify` reports for 4k tokens "
-        f"of WikiText-2 with the recipe's gates. {measured}; [script](../evals/accuracy/every_recipe.py)."
+        f"of WikiText-2; *misses* names gates of the recipe that do not hold. {measured}; [script](../evals/accuracy/every_recipe.py)."
     )
     return "\n".join([*lines, "", note, ""])
 
@@ -39,7 +40,8 @@ def _cell(row: dict[str, Any] | None) -> str:
     said = []
     if "kl" in row:
         said.append(f"KL {row['kl']:.2g}, perplexity x {row['perplexity_ratio']:.3f}")
-        said += [f"**misses {gate}**" for gate in row["missed"]]
+        if row["missed"]:
+            said.append(f"**misses {', '.join(re.split('[<>=]', gate)[0] for gate in row['missed'])}**")
     if row["held_out"]:
         said.append(f"{row['worse']} of {row['held_out']} worse")
     return "; ".join(said) or "written"
