@@ -27,7 +27,8 @@ def table() -> str:
         "`16x256` in a name: calibrated with 16 sequences of 256 tokens instead of the recipe's own number. *worse*: "
         "linears whose error, measured on calibration tokens that were held out, is more than 2 % above that of "
         f"rounding to nearest. KL and the ratio of perplexities are what `quantkit verify` reports for 4k tokens "
-        f"of WikiText-2; *misses* names gates of the recipe that do not hold. {measured}; [script](../evals/accuracy/every_recipe.py)."
+        "of WikiText-2; *misses* names gates of the recipe that do not hold. "
+        f"{measured}; [script](../evals/accuracy/every_recipe.py)."
     )
     return "\n".join([*lines, "", note, ""])
 
