@@ -29,8 +29,7 @@ class Parts:
         qkv: query, key and value projections, or one fused projection.
         qkv_by_head: whether the rows of the fused projection are q, k, v of head 0, then q, k, v of head 1, ...;
             otherwise, they are all rows of q, then all of k, then all of v.
-        qkv_blocks: number of blocks of the fused projection; rows of a block are queries, then as many values, then
-            keys; 0 = no blocks.
+        qkv_blocks: number of blocks of the fused projection; a block is queries, as many values, then keys; 0 = none.
         gated_query: whether the rows that follow each head's query compute a gate for the head's attention output.
         output: output projection of attention.
         up: first linears of the MLP: gate and up, one fused linear (gate first), or one linear without a gate.
@@ -368,8 +367,7 @@ class Family:
         """All sets that layers of the family may have: `linear_sets`, or else sets derived from `parts`."""
         if self.linear_sets is not None:
             return self.linear_sets
-        absorbs = self.norm != "bare" and not self.norm_offset  # only such a norm's weight can absorb a scale
-        before, before_mlp = (name if absorbs else None for name in (self.parts.input_norm, self.parts.mlp_norm))
+        before, before_mlp = (None, None) if self.norm == "bare" else (self.parts.input_norm, self.parts.mlp_norm)
         joint = self.parallel is True and self.parts.mlp_norm is None
         mlp = mlp_sets(self.parts, before_mlp, joint=joint)
         if self.experts is not None:
@@ -378,7 +376,9 @@ class Family:
         mixing = MLA_SETS if self.latent else attention_sets(self.parts, before, joint=joint)
         if self.recurrent is not None:
             mixing = (*self.recurrent.sets(before), *(replace(group, optional=True) for group in mixing))
-        return (*mixing, *(replace(group, optional=True) for group in mlp)) if self.one_half else (*mixing, *mlp)
+        sets = (*mixing, *(replace(group, optional=True) for group in mlp)) if self.one_half else (*mixing, *mlp)
+        norms = {before, before_mlp} - {None}
+        return tuple(replace(one, source_offset=self.norm_offset if one.source in norms else 0.0) for one in sets)
 
     def sets_of_layer(
         self, has: Callable[[str], bool], config: Mapping[str, Any] | None = None

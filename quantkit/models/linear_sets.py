@@ -32,6 +32,7 @@ class LinearSet:
         grouped_heads: whether the source's outputs are key/value heads, each repeated for several query heads.
         beside: modules with a weight (N, K) that read the same tensor and are never quantized (routers, gates); when a
             scale is folded into the source, they are rescaled like the linears.
+        source_offset: number that the source adds to its weight, as Gemma's norms do.
         optional: whether only some layers or models of the family have these linears and this source. If several sets
             have the same linear, the first of these sets that the layer has applies.
         when: values of config.json entries (or their defaults) for which this set applies.
@@ -45,6 +46,7 @@ class LinearSet:
     parent: str
     grouped_heads: bool = False
     beside: tuple[str, ...] = ()
+    source_offset: float = 0.0
     optional: bool = False
     when: tuple[tuple[str, Any], ...] = ()
 

@@ -51,6 +51,7 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
         group: a set for which `can_fold` holds.
         scales: (K,) float32, > 0, equal in all query heads that share a value head.
     """
+    scales = _representable(layer, group, scales)
     for name, values in folded(layer.block, group, scales, layer.head_dim):
         if name.removesuffix(".weight") not in layer.schemes:
             # This parameter is written unquantized, so it is rounded to its stored dtype now, not later.
@@ -59,6 +60,21 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
     for name in (*group.linears, group.source or ""):
         layer.chosen.ranges.pop(name, None)  # because they were chosen for the values before folding
     layer.divide_inputs(group, scales)
+
+
+def _representable(layer: LayerContext, group: LinearSet, scales: Tensor) -> Tensor:
+    """Return the scales (K,) by which a source that adds an offset can divide exactly.
+
+    Near -1, the steps of bfloat16 are large beside 1 + weight, so rounding such a weight to its stored dtype can change
+    the scale much. The linears must be multiplied by the scale that the rounded weight stands for.
+    """
+    if not group.source_offset:
+        return scales
+    name, offset = f"{group.source}.weight", group.source_offset
+    weight = layer.block.get_parameter(name).data.float() + offset
+    stored = (weight / scales - offset).to(layer.stored_dtype.get(name, weight.dtype)).float() + offset
+    exact = weight / stored
+    return torch.where(torch.isfinite(exact) & (exact > 0), exact, torch.ones_like(exact))
 
 
 def spread(scales: Tensor) -> Tensor:

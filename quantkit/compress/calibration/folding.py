@@ -29,7 +29,8 @@ def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) ->
     divisor = output_divisor(scales, outputs, head_dim)
     for name, parameter in block.get_submodule(group.source).named_parameters(recurse=False):
         rows = divisor if name == "bias" or parameter.dim() == 1 else divisor.unsqueeze(1)
-        yield f"{group.source}.{name}", parameter.data.float() / rows
+        offset = group.source_offset if name == "weight" else 0.0
+        yield f"{group.source}.{name}", (parameter.data.float() + offset) / rows - offset
     for name in (*group.linears, *group.beside):
         yield f"{name}.weight", block.get_parameter(f"{name}.weight").data.float() * scales
 

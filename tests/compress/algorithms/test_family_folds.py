@@ -26,6 +26,9 @@ COUNTS = {
     "deepseek_v3": 9,
     "gpt_oss": 3,
     "olmo2": 2,
+    "gemma2": 4,
+    "nemotron": 3,
+    "qwen3_5": 4,
     "stablelm": 4,
 }
 
@@ -69,6 +72,22 @@ def test_a_folded_layer_computes_the_same(tmp_path, family):
     with torch.inference_mode():
         counts = [check_folds(layer, hidden) for layer in contexts(folder)]
     assert counts[-1] == COUNTS.get(family, counts[-1])
+
+
+def test_rounding_a_norm_that_adds_one_does_not_change_the_layer(tmp_path):
+    """Near -1, bfloat16 has steps that are large beside 1 + weight."""
+    folder, hidden = make_model(tmp_path / "model", "gemma2", num_hidden_layers=1), torch.randn(2, 12, 64)
+    with torch.inference_mode():
+        (layer,) = contexts(folder)
+        norms = ("input_layernorm.weight", "pre_feedforward_layernorm.weight")
+        for name in norms:
+            weight = layer.block.get_parameter(name).data
+            weight.copy_(weight.uniform_(-0.999, -0.9).bfloat16())
+        layer.stored_dtype.update(dict.fromkeys(norms, torch.bfloat16))
+        assert check_folds(layer, hidden) == 4
+        for name in norms:
+            stored = layer.block.get_parameter(name)
+            assert torch.equal(stored, stored.to(torch.bfloat16).float())
 
 
 @pytest.mark.parametrize(
