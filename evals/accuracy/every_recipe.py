@@ -50,7 +50,8 @@ def main() -> None:
             continue
         text = (ROOT / f"recipes/{recipe}.yaml").read_text(encoding="utf-8")
         arguments = [str(one) for pair in given.items() if pair[1] and "\ncalibration:" in text for one in pair]
-        rows.append({"recipe": recipe, "commit": about["commit"], **row(options, recipe, arguments)})
+        made = {"commit": about["commit"], "machine": about["machine"]}
+        rows.append({"recipe": recipe, **made, **row(options, recipe, arguments)})
         print(json.dumps(rows[-1]), flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")

@@ -21,7 +21,7 @@ def table() -> str:
     for recipe in sorted({recipe for found in rows.values() for recipe in found}):
         lines.append(f"| {recipe} | {' | '.join(_cell(found.get(recipe)) for found in rows.values())} |")
     measured = "; ".join(
-        f"{name}: {_commits(data)}, {data['about']['date']}, {data['about']['machine']}" for name, data in kept.items()
+        f"{name}: {_commits(data)}, {data['about']['date']}, {_machines(data)}" for name, data in kept.items()
     )
     note = (
         "`16x256` in a name: calibrated with 16 sequences of 256 tokens instead of the recipe's own number. *worse*: "
@@ -46,6 +46,10 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row["held_out"]:
         said.append(f"{row['worse']} of {row['held_out']} worse")
     return "; ".join(said) or "written"
+
+
+def _machines(data: dict[str, Any]) -> str:
+    return " and ".join(sorted({row["machine"] for row in data["rows"]}))
 
 
 def _commits(data: dict[str, Any]) -> str:
