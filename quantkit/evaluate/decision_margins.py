@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.distributed import share_out
 from quantkit.evaluate.behaviour import BehaviourPlan, Trace, scores
-from quantkit.evaluate.fidelity import batches, check_vocabulary, distances, entropies, window_logits
+from quantkit.evaluate.fidelity import batches, check_vocabulary, distances, entropies, paired_logits
 from quantkit.evaluate.work_sharing import Meter, Say
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, BehaviourResult, ExampleRecord, MarginRecord
 from quantkit.results.statistics.paired import compare_pairs
@@ -180,26 +180,42 @@ def score_traces(
     def score(number: int) -> list[ScoredTrace]:
         end = ends[number]
         own = slice(end - len(groups[number]), end)
-        logits = window_logits(original, groups[number]), window_logits(llm, ours[own])
+        scorers = [_TraceScorer(finder, trace) for trace in traces[own]]
+        counts = [len(trace.token_ids) for trace in traces[own]]
+        for index, reference, value in paired_logits(original, llm, groups[number], ours[own], counts):
+            scorers[index].add(reference, value)
         if meter is not None:
             meter.reach(number + 1)
-        return [_score(finder, *each) for each in zip(traces[own], *logits, strict=True)]
+        return [scorer.result() for scorer in scorers]
 
     return list(chain.from_iterable(share_out(range(len(groups)), score)))
 
 
-@torch.inference_mode()
-def _score(finder: DecisionFinder, trace: Trace, reference: Tensor, value: Tensor) -> ScoredTrace:
-    decisions = finder.find(trace)
-    reference, value = (logits[-len(trace.token_ids) :] for logits in (reference, value))
-    margins = ((each.kind, each.margin(reference[each.at]), each.margin(value[each.at])) for each in decisions)
-    return ScoredTrace(
-        number=trace.question.number,
-        kl=tuple(distances(reference, value).kl.tolist()),
-        entropy=tuple(entropies(reference)),
-        # Leave out tokens that sampling drew although the original preferred another.
-        margins=tuple(each for each in margins if each[1] > 0),
-    )
+class _TraceScorer:
+    """Compares the logits of both models for one answer, which come in parts."""
+
+    def __init__(self, finder: DecisionFinder, trace: Trace) -> None:
+        self._number, self._decisions = trace.question.number, finder.find(trace)
+        self._kl: list[float] = []
+        self._entropy: list[float] = []
+        self._margins: list[tuple[str, float, float]] = []
+
+    @torch.inference_mode()
+    def add(self, reference: Tensor, value: Tensor) -> None:
+        """Compare the next tokens of the answer; both logits are (t, V)."""
+        start = len(self._kl)
+        for each in self._decisions:
+            if start <= each.at < start + len(reference):
+                before, after = (each.margin(logits[each.at - start]) for logits in (reference, value))
+                if before > 0:  # leave out tokens that sampling drew although the original preferred another
+                    self._margins.append((each.kind, before, after))
+        self._kl += distances(reference, value).kl.tolist()
+        self._entropy += entropies(reference)
+
+    def result(self) -> ScoredTrace:
+        return ScoredTrace(
+            number=self._number, kl=tuple(self._kl), entropy=tuple(self._entropy), margins=tuple(self._margins)
+        )
 
 
 def compare_behaviour(

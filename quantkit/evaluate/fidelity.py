@@ -4,17 +4,17 @@ KL is KL(original || model) in nats for every position of every window. It needs
 detects smaller differences than accuracy does, but it does not show whether a difference matters.
 Greedy texts are compared up to the first token that differs, because the texts are unrelated after it.
 
-The bundled runtime gives whole distributions. Serving engines give only the likeliest tokens of each position, so
-`bounds` computes two numbers that KL lies between.
+The bundled runtime gives whole distributions; `top_fidelity` is for serving engines, which do not.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
-from quantkit.runtime.vllm_engine import TopLogprobs, VllmLLM
 
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
@@ -122,12 +121,15 @@ def fidelity(
 
     def compare(number: int) -> list[Distances]:
         group = groups[number]
-        compared = list(map(distances, window_logits(original, group), window_logits(llm, group)))
+        parts: list[list[Distances]] = [[] for _ in group]
+        for index, reference, value in paired_logits(original, llm, group, group, list(map(len, group))):
+            parts[index].append(distances(reference, value))
+            del reference, value  # otherwise their memory would be kept while the next rows are computed
         if meter is not None:
             meter.reach(number + 1)
-        return compared
+        return list(map(join_distances, parts))
 
-    return _result(
+    return summarize(
         list(chain.from_iterable(share_out(range(len(groups)), compare))),
         data=data,
         first_divergence=_divergences(llm, original, windows, greedy_tokens),
@@ -136,7 +138,7 @@ def fidelity(
     )
 
 
-def _result(parts: Sequence[Distances], **known: Any) -> FidelityResult:
+def summarize(parts: Sequence[Distances], **known: Any) -> FidelityResult:
     """Build the record from the distances of each window and further fields."""
     every = join_distances(parts)
     return FidelityResult(
@@ -150,7 +152,16 @@ def _result(parts: Sequence[Distances], **known: Any) -> FidelityResult:
     )
 
 
-def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
+class HasVocabulary(Protocol):
+    """A model, or what was read from one."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def check_vocabulary(llm: HasVocabulary, original: HasVocabulary) -> None:
     """Refuse two models with different vocabulary sizes."""
     if llm.vocab_size != original.vocab_size:
         raise ModelError(
@@ -168,14 +179,58 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
 
 
 def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
-    """Return the logits after every token of each window, (T, V) float32 per window; the windows form one batch.
+    """Return the logits after every token of each window, (T, V) float32 per window; the windows form one batch."""
+    forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
+    return llm.score(windows, chunk_size=_chunk_size(llm, windows))
+
+
+def paired_logits(
+    original: LLM, llm: LLM, theirs: Windows, ours: Windows, counts: Sequence[int]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield the logits of two models at the same positions, part by part, so that few of them are in memory at once.
+
+    Args:
+        original, llm: the models.
+        theirs, ours: windows of the original and of the model, each one batch; in pairs.
+        counts: number of last positions of each pair whose logits are wanted.
+    Yields:
+        Index of the windows, and the next rows of the original and of the model, (t, V) float32 each.
+    """
+    waiting: list[deque[Tensor]] = [deque() for _ in theirs]  # rows of the original for which the model has no pair yet
+    references = _last_rows(original, theirs, counts)
+    for index, value in _last_rows(llm, ours, counts):
+        while len(value):
+            while not waiting[index]:
+                other, rows = next(references)
+                waiting[other].append(rows)
+            reference = waiting[index].popleft()
+            if len(reference) > len(value):
+                waiting[index].appendleft(reference[len(value) :])
+            yield index, reference[: len(value)], value[: len(reference)]
+            value = value[len(reference) :]
+            del reference
+        del value  # otherwise its memory would be kept while the next rows are computed
+
+
+def _last_rows(llm: LLM, windows: Windows, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the logits of a model like `LLM.score_rows`, but only those of the last positions of each window."""
+    forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
+    unwanted = [len(window) - count for window, count in zip(windows, counts, strict=True)]
+    for index, rows in llm.score_rows(windows, chunk_size=_chunk_size(llm, windows)):
+        skipped = min(unwanted[index], len(rows))
+        unwanted[index] -= skipped
+        if skipped < len(rows):
+            yield index, rows[skipped:]
+        del rows  # otherwise its memory would be kept while the next rows are computed
+
+
+def _chunk_size(llm: LLM, windows: Windows) -> int:
+    """Return the number of tokens of a window that a step computes.
 
     With a quantized cache, tokens are computed one by one, as in decoding. A prefill would read its newest keys and
     values unquantized, which would hide the error of the cache.
     """
-    forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
-    size = min(max(map(len, windows)), llm.engine.config.token_budget)
-    return llm.score(windows, chunk_size=size if llm.kv_type in UNQUANTIZED else 1)
+    return min(max(map(len, windows)), llm.engine.config.token_budget) if llm.kv_type in UNQUANTIZED else 1
 
 
 @torch.inference_mode()
@@ -247,117 +302,3 @@ def divergences(texts: Texts, others: Texts) -> tuple[int | None, ...]:
     """Return the first position where each pair of texts differs; None if they are equal."""
     pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(texts, others, strict=True))
     return tuple(next((at for at, (a, b) in enumerate(pair) if a != b), None) for pair in pairs)
-
-
-_NOTHING = 1e-6  # smallest probability that sums of float32 log-probabilities can resolve
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TopReading:
-    """Likeliest next tokens of one model, for a text.
-
-    Args:
-        path: directory of the model.
-        engine: name of the engine that ran the model.
-        vocab_size: size of the model's vocabulary.
-        windows: likeliest tokens after every token of each window.
-        texts: greedy texts, see `greedy_texts`.
-        arithmetic: dtype of the computation.
-        notes: remarks about the run.
-    """
-
-    path: Path
-    engine: str
-    vocab_size: int
-    windows: tuple[TopLogprobs, ...]
-    texts: Texts
-    arithmetic: str = ""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds(Distances):
-    """Bounds of KL at positions where only the likeliest tokens are known; all in float64.
-
-    Args:
-        kl: upper bound of KL, nats; (T,).
-        low: lower bound of KL, nats; (T,).
-        remainder: probability that the original gives to all tokens except the known ones; (T,). A token is known if it
-            is among the likeliest tokens of both models.
-    """
-
-    low: Tensor
-    remainder: Tensor
-
-
-def read_top(llm: VllmLLM, windows: Windows, *, greedy_tokens: int = GREEDY_TOKENS) -> TopReading:
-    """Compute one model's likeliest next tokens and its greedy texts.
-
-    To compare two models, call this function for both with the same windows and `greedy_tokens`.
-    """
-    longest = llm.capacity - greedy_tokens
-    return TopReading(
-        path=llm.path,
-        engine=llm.engine_name,
-        vocab_size=llm.vocab_size,
-        windows=tuple(llm.top_logprobs(windows)),
-        texts=greedy_texts(llm, windows, greedy_tokens, longest) if min(greedy_tokens, longest) > 0 else [],
-        arithmetic=llm.arithmetic,
-        notes=llm.notes,
-    )
-
-
-def top_fidelity(
-    model: TopReading, original: TopReading, *, data: str, greedy_tokens: int = GREEDY_TOKENS
-) -> FidelityResult:
-    """Compare the likeliest tokens of two models for the same windows.
-
-    Raises:
-        ModelError: the vocabularies differ.
-    """
-    check_vocabulary(model, original)
-    parts = [bounds(p, q) for p, q in zip(original.windows, model.windows, strict=True)]
-    return _result(
-        parts,
-        data=data,
-        first_divergence=divergences(model.texts, original.texts),
-        greedy_tokens=greedy_tokens if original.texts else 0,
-        engine=model.engine,
-        mean_kl_low=float(torch.cat([part.low for part in parts]).mean()),
-        top=original.windows[0].tokens.shape[1],
-        remainder=float(torch.cat([part.remainder for part in parts]).mean()),
-    )
-
-
-def bounds(original: TopLogprobs, model: TopLogprobs) -> Bounds:
-    """Bound KL(original || model) at each position.
-
-    Let S be the tokens known for both models, p and q the probabilities that the original and the model give to a
-    token, and r_p and r_q the probabilities that they give to all tokens outside S together. Then KL is the sum over S
-    of p log(p / q), plus the contribution of the tokens outside S, which is
-
-        at least   r_p log(r_p / r_q), since merging tokens never increases a KL
-        at most    r_p max(log(r_p / r_q), log of the largest known p / q)
-
-    The upper bound assumes that the unknown tokens lost, on average, no more than the known token with the largest
-    p / q at that position. For a token known only for the original, q is replaced by the smallest probability known
-    for the model, which is an upper bound of q.
-    """
-    same = original.tokens[:, :, None] == model.tokens[:, None, :]  # (T, k, k)
-    known = same.any(-1)
-    p = original.logprobs
-    q = torch.where(known, (same * model.logprobs[:, None, :]).sum(-1), model.logprobs[:, -1:])
-    ratio = p - q
-    mass_p, mass_q = ((known * row.exp()).sum(-1) for row in (p, q))
-    rest_p, rest_q = ((1 - mass).clamp_min(0) for mass in (mass_p, mass_q))
-    seen = (known * p.exp() * ratio).sum(-1)
-    joined = torch.log(rest_p.clamp_min(_NOTHING) / rest_q.clamp_min(_NOTHING))
-    # Tokens outside the model's list are less likely than its last one, so their p / q is at least this.
-    worst = torch.maximum(joined, ratio.max(-1).values)
-    counts = rest_p > _NOTHING
-    return Bounds(
-        low=(seen + counts * rest_p * joined).clamp_min(0),
-        kl=(seen + counts * rest_p * worst).clamp_min(0),
-        agrees=original.tokens[:, 0] == model.tokens[:, 0],
-        remainder=rest_p,
-    )

@@ -19,7 +19,7 @@ from quantkit.runtime.vllm_engine import VllmLLM
 from quantkit.safety.untrusted import read_object
 
 MAX_SEQUENCES, TOKEN_BUDGET, PAGE_SIZE = 64, 1024, 16
-_LOGIT_BYTES, _LEAST_BUDGET = 128 << 20, 128  # limit of a step's float32 logits; tokens that keep a CPU busy
+_LOGIT_BYTES, _LEAST_BUDGET = 64 << 20, 64  # limit of a step's float32 logits; tokens that keep a CPU busy
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")
 
 Evaluated = LLM | VllmLLM

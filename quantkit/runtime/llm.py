@@ -158,9 +158,43 @@ class LLM(Prompts):
         Raises:
             RequestError: a sequence is empty, too long, or has unknown tokens.
         """
-        params = SamplingParams(max_tokens=0, scoring=PromptScoring(logits=True, chunk_size=chunk_size))
-        scores = [done.scores for done in self._run((list(ids), params) for ids in sequences)]
-        return [score.logits for score in scores if score is not None and score.logits is not None]
+        logits = [torch.empty(len(ids), self.vocab_size) for ids in sequences]
+        filled = [0] * len(logits)
+        for index, rows in self.score_rows(sequences, chunk_size):
+            start = filled[index]
+            filled[index] += len(rows)
+            logits[index][start : filled[index]] = rows
+        return logits
+
+    def score_rows(self, sequences: Many[Many[int]], chunk_size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield the logits of `score` as they are computed, so that they need not all be in memory.
+
+        Args:
+            sequences, chunk_size: see `score`.
+        Yields:
+            Index of the sequence, and its next rows, (t, V) float32 on the CPU.
+        Raises:
+            RequestError: see `score`.
+        """
+        computed: deque[tuple[int, Tensor]] = deque()  # also filled by steps of other threads
+        counts = [0] * len(sequences)
+        numbers: list[int] = []
+
+        def collect(index: int, first: int, rows: Tensor) -> None:
+            rows = rows[counts[index] - first :]  # a preempted sequence is computed again from its beginning
+            counts[index] += len(rows)
+            computed.append((index, torch.empty(rows.shape).copy_(rows)))  # the next step may overwrite `rows`
+
+        try:
+            for index, ids in enumerate(sequences):
+                scoring = PromptScoring(read_logits=partial(collect, index), chunk_size=chunk_size)
+                numbers.append(self._add(list(ids), SamplingParams(max_tokens=0, scoring=scoring)))
+            while not all(self._inboxes[number] for number in numbers):
+                self._step()
+                while computed:
+                    yield computed.popleft()
+        finally:
+            self._drop(numbers)
 
     def score_tokens(
         self, texts: Many[ScoredText], *, chunk_size: int | None = None, progress: Callable[[int], None] | None = None
@@ -309,11 +343,16 @@ class LLM(Prompts):
         with self._lock:
             inbox = self._inboxes[number]
             while not inbox:
-                assert self.engine.has_work, f"request {number} is lost"
-                for output in self.engine.step():
-                    if output.request_id in self._inboxes:
-                        self._inboxes[output.request_id].append(output)
+                self._step()
             return inbox.popleft()
+
+    def _step(self) -> None:
+        """Compute a step, and store each output for its reader."""
+        with self._lock:
+            assert self.engine.has_work, "a request is lost"
+            for output in self.engine.step():
+                if output.request_id in self._inboxes:
+                    self._inboxes[output.request_id].append(output)
 
     def _stream(self, number: int) -> Iterator[StepOutput]:
         """Yield an empty output, then the outputs of a request."""

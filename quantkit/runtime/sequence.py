@@ -155,7 +155,7 @@ class Sequence(PageHolder):
         scoring = self.params.scoring
         if scoring is None or len(self.ids) > self.num_prompt:
             return len(self.ids) - 1
-        return 0 if scoring.logits else self.num_prompt - 1 - scoring.num_tokens
+        return 0 if scoring.read_logits else self.num_prompt - 1 - scoring.num_tokens
 
     def forget_evictions(self) -> None:
         """Forget all evictions except the last."""

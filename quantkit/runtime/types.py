@@ -34,8 +34,9 @@ class PromptScoring:
             length.
         continuations: tokens that might follow the prompt, each scored separately.
         top: number of likeliest tokens to return at each scored token.
-        logits: whether to return full rows of logits after every prompt token. These logits are always computed anew:
-            the prefix cache is neither read nor written.
+        read_logits: called after each step with the position of the step's first prompt token and the logits after its
+            prompt tokens, (t, V) float32 on the model's device, which the next step may overwrite. These logits are
+            always computed anew: the prefix cache is neither read nor written. None = not requested.
         chunk_size: maximum number of prompt tokens per step; 1 uses the decode path, which reads all earlier tokens
             from the cache. None = as many as a step takes.
     Raises:
@@ -45,17 +46,17 @@ class PromptScoring:
     num_tokens: int = 0
     continuations: tuple[int, ...] = ()
     top: int = 0
-    logits: bool = False
+    read_logits: Callable[[int, Tensor], None] | None = None
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_integer("num_tokens", self.num_tokens, 0, "leave it out for none")
         _check_integer("top", self.top, 0, "leave it out for none")
         _check_integer("chunk_size", self.chunk_size, 1, "None for as many as fit into a step")
-        if not (self.num_tokens or self.continuations or self.logits):
+        if not (self.num_tokens or self.continuations or self.read_logits):
             raise RequestError(
                 "the request asks for no scores; give num_tokens (how many of the last prompt tokens to score), "
-                "continuations or logits"
+                "continuations or read_logits"
             )
 
 
@@ -203,13 +204,11 @@ class PromptScores:
         greedy: bool, of the same shape: whether the token was the likeliest.
         top: the `top` likeliest tokens at each scored token, and their log-probabilities, both of shape (num_tokens +
             len(continuations), top); None = not requested.
-        logits: (T, V) float32 on the CPU, row t predicts token t + 1; None = not requested.
     """
 
     logprobs: Tensor
     greedy: Tensor
     top: tuple[Tensor, Tensor] | None = None
-    logits: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,15 @@ import torch
 import quantkit
 from quantkit.errors import DataError, ModelError
 from quantkit.evaluate import fidelity as module
-from quantkit.evaluate.fidelity import batches, distances, fidelity, fixed_windows, join_distances, window_logits
+from quantkit.evaluate.fidelity import (
+    batches,
+    distances,
+    fidelity,
+    fixed_windows,
+    join_distances,
+    paired_logits,
+    window_logits,
+)
 from quantkit.evaluate.loading import load_llm
 from tests.helpers import TEXT, make_model
 
@@ -98,6 +106,20 @@ def test_numbers_are_those_of_the_logits(llm, rounded):
     assert result.window_kl == pytest.approx([float(part.mean()) for part in expected], rel=1e-2, abs=1e-7)
     assert 0 < result.mean_kl <= result.p99_kl <= result.max_kl
     assert result.first_divergence == ()
+
+
+def test_pairs_are_the_rows_that_are_wanted_and_few_wait_for_their_pair(llm, rounded, monkeypatch):
+    """The two models compute different numbers of tokens per step, and their windows differ in length."""
+    theirs, ours, counts = ((5,) * 50, (7,) * 61), ((5,) * 44, (9,) * 9 + (7,) * 61), (40, 61)
+    sizes = {id(llm): 13, id(rounded): 7}
+    monkeypatch.setattr(module, "_chunk_size", lambda model, windows: sizes[id(model)])
+    parts = [[], []]
+    for index, reference, value in paired_logits(llm, rounded, theirs, ours, counts):
+        assert len(reference) == len(value) <= 7
+        parts[index].append((reference, value))
+    for side, (model, windows) in enumerate(((llm, theirs), (rounded, ours))):
+        for found, expected, count in zip(parts, window_logits(model, windows), counts, strict=True):
+            assert torch.equal(torch.cat([pair[side] for pair in found]), expected[-count:])
 
 
 def test_divergence_is_the_first_greedy_token_that_differs(llm, rounded):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quantkit.errors import ModelError
-from quantkit.evaluate.fidelity import TopReading, bounds, distances, top_fidelity
+from quantkit.evaluate.fidelity import distances
+from quantkit.evaluate.top_fidelity import TopReading, bounds, top_fidelity
 from quantkit.results import FidelityResult
 from quantkit.runtime.vllm_engine import TopLogprobs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,15 +186,28 @@ def test_scores_in_one_batch_are_those_of_each_alone(loud_llama, adapters, chunk
     llm = LLM(loud_llama, dtype="float32", threads=1, adapters=adapters)
     asked = prompts(*range(20, 20 + len(WHO)), vocab_size=258)
 
-    def scored(name: str | None) -> SamplingParams:
-        return SamplingParams(max_tokens=0, adapter=name, scoring=PromptScoring(logits=True, chunk_size=chunk))
+    def scored(prompts: Sequence[list[int]], names: Sequence[str | None]) -> list[Tensor]:
+        """Return the logits of each prompt."""
+        found: list[dict[int, Tensor]] = [{} for _ in prompts]
+        params = [
+            SamplingParams(
+                max_tokens=0,
+                adapter=name,
+                scoring=PromptScoring(read_logits=partial(keep, rows), chunk_size=chunk),
+            )
+            for name, rows in zip(names, found, strict=True)
+        ]
+        llm.generate(prompts, params)
+        return [torch.cat([rows[first] for first in sorted(rows)]) for rows in found]
 
-    together = llm.generate(asked, [scored(name) for name in WHO])
-    for prompt, name, completion in zip(asked, WHO, together, strict=True):
-        (alone,) = llm.generate([prompt], scored(name))
-        assert completion.scores is not None
-        assert alone.scores is not None
-        assert torch.allclose(completion.scores.logits, alone.scores.logits, atol=1e-4, rtol=1e-5)
+    together = scored(asked, WHO)
+    for prompt, name, logits in zip(asked, WHO, together, strict=True):
+        (alone,) = scored([prompt], [name])
+        assert torch.allclose(logits, alone, atol=1e-4, rtol=1e-5)
+
+
+def keep(found: dict[int, Tensor], first: int, rows: Tensor) -> None:
+    found[first] = rows.clone()
 
 
 def test_pages_of_one_adapter_are_not_found_by_another(loud_llama, adapters):

@@ -13,7 +13,7 @@ from quantkit.kernels.cpu.program import Program
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.speculation import NgramProposer, num_useful
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.types import PromptScoring, SamplingParams
+from quantkit.runtime.types import SamplingParams
 from tests.helpers import one_of_each, save_tokenizer
 from tests.runtime.helpers import make_loud_model, prompts
 
@@ -194,13 +194,11 @@ def test_drawn_tokens(folder, monkeypatch):
 
 def test_scores_by_single_tokens_outlive_the_step(folder, monkeypatch):
     """The program writes each step's logits to the same memory."""
-    params = SamplingParams(max_tokens=0, scoring=PromptScoring(logits=True, chunk_size=1))
     rows = []
     for on in (True, False):
         monkeypatch.setenv(SWITCH, "1" if on else "0")
         llm = LLM(folder("llama"), max_length=128, threads=1, dtype="fp32")
-        (done,) = llm.generate(prompts(20), params)
-        rows.append(done.scores.logits)
+        rows.append(llm.score(prompts(20), chunk_size=1)[0])
     assert torch.equal(*rows)
     assert len({tuple(row) for row in rows[0].tolist()}) == 20
 

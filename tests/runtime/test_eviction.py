@@ -46,6 +46,10 @@ def engine_of(model, **settings):
     return build_engine(model, EngineConfig(**{**SMALL, **settings}))
 
 
+def ignore(first, rows):
+    """The recorder sees the logits; without a reader they would not be computed."""
+
+
 def generate(engine, asked, **params):
     numbers = [
         engine.add(prompt, SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})) for prompt in asked
@@ -62,7 +66,7 @@ def test_logits_are_those_of_dense_attention_to_what_was_kept(model, policy, kin
     """In batches, in chunks of every size, and with sequences that are preempted and computed again."""
     engine = engine_of(model, kv_budget=40, kv_policy=policy, kv_cache=kind, num_pages=27)
     recorder = Recorder(engine)
-    scoring = PromptScoring(logits=True, chunk_size=chunk)
+    scoring = PromptScoring(read_logits=ignore, chunk_size=chunk)
     generate(engine, prompts(19, 13, 61), scoring=scoring, max_tokens=45)
     assert engine.eviction.num_evicted_pages > 20
     assert engine.scheduler.num_preemptions > 0
@@ -84,7 +88,7 @@ def test_other_kinds_of_layers_see_what_they_should(tmp_path, family):
     other = load_model(make_loud_model(tmp_path, family), dtype="float32")
     engine = engine_of(other, kv_budget=60, kv_policy=FAMILIES[family], num_pages=50)
     recorder = Recorder(engine)
-    generate(engine, prompts(90, 41, 77), scoring=PromptScoring(logits=True, chunk_size=16))
+    generate(engine, prompts(90, 41, 77), scoring=PromptScoring(read_logits=ignore, chunk_size=16))
     assert engine.eviction.num_evicted_pages > 10
     assert worst_difference(engine, recorder) < 1e-4
 
@@ -332,7 +336,7 @@ def loud(tmp_path, monkeypatch):
 def test_a_new_policy_is_one_file(model, loud, tmp_path):
     engine = engine_of(model, kv_budget=40, kv_policy=loud, num_pages=27)
     recorder = Recorder(engine)
-    generate(engine, prompts(19, 13, 61), scoring=PromptScoring(logits=True), max_tokens=45)
+    generate(engine, prompts(19, 13, 61), scoring=PromptScoring(read_logits=ignore), max_tokens=45)
     assert engine.eviction.num_evicted_pages > 20
     assert worst_difference(engine, recorder) < 1e-4
     plan = estimate(make_loud_model(tmp_path / "plan", "llama"), context=400, kv_budget=256, kv_policy=loud)

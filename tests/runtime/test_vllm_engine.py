@@ -11,9 +11,10 @@ from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import measure_served
 from quantkit.demo import DEMO_MODEL
 from quantkit.errors import InputError, ModelError, RequestError
-from quantkit.evaluate.fidelity import fidelity, fixed_windows, read_top, top_fidelity
+from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.evaluate.perplexity import perplexity
 from quantkit.evaluate.run import evaluate
+from quantkit.evaluate.top_fidelity import read_top, top_fidelity
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 from quantkit.runtime.vllm_engine import VllmLLM, vllm_arguments

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.evaluate.fidelity import fidelity, fixed_windows, read_top, top_fidelity
+from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.evaluate.perplexity import perplexity
+from quantkit.evaluate.top_fidelity import read_top, top_fidelity
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 from quantkit.runtime.vllm_engine import VllmLLM

@@ -23,12 +23,13 @@ from quantkit.evaluate import sensitivity
 from quantkit.evaluate.acceptance import check_heads, compare_acceptance
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
-from quantkit.evaluate.fidelity import MAX_TOKENS, TopReading, Windows, fidelity, fixed_windows, read_top, top_fidelity
+from quantkit.evaluate.fidelity import MAX_TOKENS, Windows, fidelity, fixed_windows
 from quantkit.evaluate.lm_eval_run import import_language_model
 from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, check_items, evaluate
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
+from quantkit.evaluate.top_fidelity import TopReading, read_top, top_fidelity
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
 from quantkit.machine.memory import free_models
 from quantkit.quantities import dtype_name

@@ -95,7 +95,7 @@ class PrefixCache:
         if not self.enabled or full <= sequence.num_published:
             return
         # Requests for whole rows of logits are always computed anew, and publish no pages either.
-        if sequence.params.scoring is None or not sequence.params.scoring.logits:
+        if sequence.params.scoring is None or not sequence.params.scoring.read_logits:
             for index in range(sequence.num_published, full):
                 self._pool.publish(self._key(sequence, index), sequence.pages[index])
         sequence.num_published = full

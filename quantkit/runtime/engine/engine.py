@@ -144,7 +144,7 @@ class Engine:
             text=None if decode is None else TextStream(decode, ids, params.stop_texts),
             history=TokenHistory(ids) if params.has_penalties else None,
             constraint=None if params.constraint is None else self.schemas.start(*params.constraint),
-            scores=None if params.scoring is None else empty_scores(params.scoring, len(ids), self.model.vocab_size),
+            scores=None if params.scoring is None else empty_scores(params.scoring, self.model.vocab_size),
         )
         self._requests[number] = sequence
         self.scheduler.add(sequence)

@@ -77,14 +77,13 @@ def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
     return [inputs[fed] for fed in sorted(inputs)]
 
 
-def empty_scores(scoring: PromptScoring, num_prompt: int, vocab_size: int) -> PromptScores:
-    """Return scores for a prompt of this many tokens, whose tensors are allocated but not filled yet."""
+def empty_scores(scoring: PromptScoring, vocab_size: int) -> PromptScores:
+    """Return scores whose tensors are allocated but not filled yet."""
     count, top = scoring.num_tokens + len(scoring.continuations), min(scoring.top, vocab_size)
     return PromptScores(
         logprobs=torch.empty(count, dtype=torch.float32),
         greedy=torch.empty(count, dtype=torch.bool),
         top=(torch.empty(count, top, dtype=torch.int64), torch.empty(count, top)) if top else None,
-        logits=torch.empty(num_prompt, vocab_size, dtype=torch.float32) if scoring.logits else None,
     )
 
 
@@ -116,8 +115,8 @@ def collect_scores(logits: Tensor, chunks: Iterable[tuple[Sequence, ScheduledChu
             first = end - chunk.num_logits  # position of the chunk's first row
             shift = at - first  # from positions to rows
             end = min(end, last + 1)  # drafts are no part of the prompt
-            if scores.logits is not None:
-                scores.logits[first:end] = logits[at : end + shift]
+            if scoring.read_logits is not None:
+                scoring.read_logits(first, logits[at : end + shift])
             begin = max(first, last - scoring.num_tokens)
             known = range(begin, min(end, last))  # positions whose next token is in the prompt
             following = scoring.continuations if end > last else ()
