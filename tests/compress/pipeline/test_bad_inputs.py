@@ -159,7 +159,7 @@ RECIPES: list[tuple[str, str, str]] = [
     (
         "option out of range",
         RECIPE + "steps:\n  - smoothquant: {alpha: 2}\n",
-        r"alpha: .* or equal to 1, found 2",
+        r"alpha: .* from 0 to 1, found 2",
     ),
     ("unknown number type", RECIPE.replace("int4", "int7"), r"int7"),
     ("unknown format", RECIPE.replace("compressed-tensors", "compresed-tensors"), r"compressed-tensors"),

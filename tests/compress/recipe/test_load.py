@@ -189,7 +189,7 @@ MISTAKES = {
     INT4_G32 + "steps: [{gptq: {damping: 0}}]": "gptq.damping: input should be greater than 0, found 0",
     INT4_G32 + "steps: [{gptq: {refit: -1}}]": "gptq.refit: input should be greater than or equal to 0, found -1",
     INT4_G32 + "steps: [{awq: {grid: 0}}]": "awq.grid: input should be greater than 0, found 0",
-    INT4_G32 + "steps: [{smoothquant: {alpha: 2}}]": "alpha: input should be less than or equal to 1, found 2",
+    INT4_G32 + "steps: [{smoothquant: {alpha: 2}}]": "alpha: expected 'auto' or a number from 0 to 1, found 2",
     INT4_G32 + "calibration: {samples: 3}": "calibration has no effect without steps",
     INT4_G32
     + "steps: [gptq]\ncalibration: {samples: 0}": "calibration.samples: expected 'auto' or a number above 0, found 0",
