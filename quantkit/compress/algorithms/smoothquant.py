@@ -24,7 +24,9 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.safety.untrusted import shorten
 
 _GRID = 20  # number of values of alpha from which `auto` chooses
-_BATCH_ROWS, _ROWS = 16, 1024  # maximum number of tokens on which `auto` measures the error, per batch and in all
+# Maximum number of tokens on which `auto` measures the error, per batch and in all; fewer, down to a least number, for
+# large sets, so that a value of alpha costs about this many products of two numbers.
+_BATCH_ROWS, _ROWS, _LEAST_ROWS, _PRODUCTS = 16, 1024, 64, 1 << 34
 
 
 def _alpha(value: Any) -> float | str:
@@ -89,7 +91,9 @@ class _Smoothing:
         self._names = [name for name in group.linears if name in layer.schemes]
         self._largest = shared_by_heads(layer, group, seen.largest).clamp_min(1e-5)
         self._largest_weight = largest_weight(layer, group).clamp_min(1e-5)
-        self._rows = torch.cat(seen.rows) if seen.rows else self._largest.new_zeros(1, len(self._largest))
+        rows = torch.cat(seen.rows) if seen.rows else self._largest.new_zeros(1, len(self._largest))
+        num_weights = sum(layer.weight(name).numel() for name in self._names)
+        self._rows = spread_rows(rows, max(_LEAST_ROWS, _PRODUCTS // max(1, num_weights)))
 
     def scales(self, alpha: float) -> Tensor:
         return spread(self._largest**alpha / self._largest_weight ** (1 - alpha))
