@@ -189,10 +189,13 @@ class LLM(Prompts):
             for index, ids in enumerate(sequences):
                 scoring = PromptScoring(read_logits=partial(collect, index), chunk_size=chunk_size)
                 numbers.append(self._add(list(ids), SamplingParams(max_tokens=0, scoring=scoring)))
-            while not all(self._inboxes[number] for number in numbers):
+            done = False
+            while not done:
                 self._step()
+                done = all(self._inboxes[number] for number in numbers)  # asked first: then all rows are in `computed`
                 while computed:
                     yield computed.popleft()
+            assert counts == list(map(len, sequences)), "scoring ended early"
         finally:
             self._drop(numbers)
 
