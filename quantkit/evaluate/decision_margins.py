@@ -184,6 +184,7 @@ def score_traces(
         counts = [len(trace.token_ids) for trace in traces[own]]
         for index, reference, value in paired_logits(original, llm, groups[number], ours[own], counts):
             scorers[index].add(reference, value)
+            del reference, value  # otherwise their memory would be kept while the next rows are computed
         if meter is not None:
             meter.reach(number + 1)
         return [scorer.result() for scorer in scorers]

@@ -171,8 +171,8 @@ class LLM(Prompts):
 
         Args:
             sequences, chunk_size: see `score`.
-        Yields:
-            Index of the sequence, and its next rows, (t, V) float32 on the CPU.
+        Returns:
+            Pairs of the index of a sequence and its next rows, (t, V) float32 on the CPU.
         Raises:
             RequestError: see `score`.
         """
@@ -191,8 +191,10 @@ class LLM(Prompts):
                 numbers.append(self._add(list(ids), SamplingParams(max_tokens=0, scoring=scoring)))
             done = False
             while not done:
-                self._step()
-                done = all(self._inboxes[number] for number in numbers)  # asked first: then all rows are in `computed`
+                with self._lock:  # otherwise another thread could compute the last step after the question
+                    done = all(self._inboxes[number] for number in numbers)
+                    if not done:
+                        self._step()
                 while computed:
                     yield computed.popleft()
             assert counts == list(map(len, sequences)), "scoring ended early"

@@ -108,7 +108,7 @@ def test_numbers_are_those_of_the_logits(llm, rounded):
     assert result.first_divergence == ()
 
 
-def test_pairs_are_the_rows_that_are_wanted_and_few_wait_for_their_pair(llm, rounded, monkeypatch):
+def test_pairs_are_the_last_rows_of_each_window(llm, rounded, monkeypatch):
     """The two models compute different numbers of tokens per step, and their windows differ in length."""
     theirs, ours, counts = ((5,) * 50, (7,) * 61), ((5,) * 44, (9,) * 9 + (7,) * 61), (40, 61)
     sizes = {id(llm): 13, id(rounded): 7}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,16 @@ def test_scores_go_through_the_quantized_cache(loud_llama, llm, kind):
     assert 1e-4 < off < 0.5
     # In one chunk, nothing is read back from the cache.
     assert (coarse.score(sequences)[0] - exact).abs().max() < 1e-3
+
+
+def test_threads_score_at_the_same_time(llm):
+    """Each thread also computes the steps of the other, including its last one."""
+    sequences = prompts(5, 9, vocab_size=258)
+    expected = llm.score(sequences)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: llm.score(sequences, 3), range(40)):
+            assert all((one - other).abs().max() < 1e-4 for one, other in zip(found, expected, strict=True))
+    assert llm.score([]) == []
 
 
 def test_scoring_refuses_what_does_not_fit(llm):
