@@ -128,8 +128,8 @@ def test_scales_of_inputs_are_those_of_the_data(model, tmp_path):
         for ids in samples.token_ids:
             smoothed(torch.tensor([ids]))
     assert tensors[f"{layer}.self_attn.q_proj.input_scale"].item() == pytest.approx(
-        max(seen) / 448, rel=2**-8
-    )  # of bfloat16
+        max(seen) / 448, rel=3 * 2**-9
+    )  # in bfloat16, the normalized input, its product with the norm's weight and the scale are rounded
 
 
 def test_global_scales_are_shared_by_what_engines_join(model, tmp_path):
