@@ -18,8 +18,11 @@ def can_fold(layer: LayerContext, group: LinearSet) -> bool:
 
     They cannot if the set has no source, or if the source or a linear already has codes. Nor can they if the number of
     the source's outputs differs from that of the set's inputs, unless the outputs are value heads that are repeated.
+    Nor may they if an earlier attempt with scales made a linear of the set worse than rounding to nearest.
     """
-    if group.source is None or not layer.chosen.quantized.keys().isdisjoint((group.source, *group.linears)):
+    if group.source is None or group.linears[0] in layer.data.unscaled:
+        return False
+    if not layer.chosen.quantized.keys().isdisjoint((group.source, *group.linears)):
         return False
     width, outputs = layer.weight(group.linears[0]).shape[1], _outputs(layer, group)
     return outputs == width or (group.grouped_heads and width % outputs == 0)

@@ -91,16 +91,20 @@ class HeldOut:
                 if name in layer.schemes:
                     self.targets[name] = inputs @ layer.weight(name).float().T
 
-    def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> None:
+    def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> frozenset[str]:
         """Write the errors of a quantized layer's linears into the layer's records, and advance the quantized model's
         states past the layer.
 
         If rounding to nearest gives a clearly smaller error than a step's codes, the rounded codes replace the step's.
+        If a step has scaled the inputs of the linear, the original weight can no longer be rounded. Then the layer must
+        be quantized again without these scales, and the states are not advanced.
 
         Args:
             layer: the finished layer; modified if codes are replaced.
             original: returns the weight W of a linear as it was read.
             is_last: whether this is the last layer.
+        Returns:
+            Sets whose scales must be left out, each given by its first linear; empty = the layer is done.
         """
         store, rounded = self.quantized or self.original, list[str]()
         # Linears that keep the codes of the source already have an error.
@@ -114,32 +118,34 @@ class HeldOut:
             for name in new if self.original.own else ():
                 record = layer.chosen.records[name]
                 layer.chosen.records[name] = self._judged(layer, record, weight(name), rows.get(layer.set_key(name)))
-            worse = broadcast(self._first_worse(layer, new, rounded))
-            if not worse:
+            worse = broadcast(self._worse(layer, [name for name in new if name not in rounded]))
+            scaled = frozenset(map(layer.set_key, worse)) & layer.data.divisors.keys() - layer.data.unscaled
+            if scaled:
+                return scaled
+            first = next((group for group in layer.sets if not set(group.linears).isdisjoint(worse)), None)
+            if first is None:
                 break
-            for name in worse:  # before the linears that read their outputs are judged
-                layer.round_plainly(name, weight(name))
-            rounded += worse
+            for name in worse:
+                if name in first.linears:  # the errors of later sets change with the outputs of this set
+                    layer.round_plainly(name, _divided(weight(name), layer.data.output_divisors.get(name)))
+                    rounded.append(name)
         if rounded:
             layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, with a smaller held-out error")
         if not is_last and self.quantized is not None:
             self._pass(layer, store, advances=True)
+        return frozenset()
 
-    def _first_worse(self, layer: LayerContext, names: list[str], rounded: list[str]) -> list[str]:
-        """Return the linears with a larger error than plain rounding has, only from the first set with such linears."""
-        worse = [
+    def _worse(self, layer: LayerContext, names: list[str]) -> list[str]:
+        """Return the linears that have a larger error than plain rounding and can be quantized in another way."""
+        return [
             name
             for name in names
             if name in layer.chosen.solved
-            and name not in rounded
-            # Rounding the original weight is no alternative if scales have been folded into it.
-            and layer.set_key(name) not in layer.data.divisors
-            and name not in layer.data.output_divisors
             and (record := layer.chosen.records[name]).measure == self.measure
             and record.error > _WORSE * record.rounding_error
+            # The error leaves out how activations are rounded, for which the scales may be meant.
+            and (layer.set_key(name) not in layer.data.divisors or layer.schemes[name].activation is None)
         ]
-        first = next((group for group in layer.sets if not set(worse).isdisjoint(group.linears)), None)
-        return [] if first is None else [name for name in worse if name in first.linears]
 
     def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
         """Return a linear's record with its errors: errors of the outputs, or of the weight if no held-out token
@@ -220,6 +226,11 @@ class HeldOut:
         outputs = sum(len(layer.weight(name)) for name in layer.schemes)
         asked = min(max(self.num_tokens // _SHARE, _LEAST_ROWS), _MOST_ROWS)
         return max(1, min(asked, _TARGETS // max(1, outputs)))
+
+
+def _divided(weight: Tensor, outputs: Tensor | None) -> Tensor:
+    """Divide the rows of a weight (N, K) by the factors by which its outputs have been divided."""
+    return weight if outputs is None else weight / outputs.unsqueeze(1).to(weight.dtype)
 
 
 def output_error(target: Tensor, inputs: Tensor, weight: Callable[[slice], Tensor]) -> float:

@@ -21,6 +21,7 @@ class LayerData:
         all_tokens: whether statistics of experts use all tokens instead of the routed ones; the layer's output is not
             affected.
         tokens_per_expert: number of tokens routed to each expert; set by `LayerContext.count_tokens`.
+        unscaled: sets whose inputs no step may scale, each given by its first linear.
         divisors: (K,) factors by which the inputs of a set have been divided since the layer was loaded, keyed by the
             set's first linear.
         output_divisors: (N,) factors by which the outputs of a linear have been divided since the layer was loaded,
@@ -31,6 +32,7 @@ class LayerData:
     targets: ActivationStore | None = None
     all_tokens: bool = True
     tokens_per_expert: tuple[int, ...] = ()
+    unscaled: frozenset[str] = frozenset()
     divisors: dict[str, Tensor] = field(default_factory=dict)
     output_divisors: dict[str, Tensor] = field(default_factory=dict)
 

@@ -96,18 +96,7 @@ def _run_layer(
     listener.layer_started(index, name)
     seconds: dict[str, float] = {}
     phase = partial(_phase, listener, seconds)
-    with phase("load"):
-        layer = layer_context(plan, index, stores, shared)
-        if layer.data.targets is not None:  # while the layer has the original weights
-            layer.data.targets.advance(layer.advance)
-        held_out.aim(layer, is_last=is_last)
-        keep_codes(plan.recipe, plan.reader, layer)
-        layer.count_tokens()
-        # One sequence is enough to measure the layer's noise, and to find a broken layer before any step begins.
-        reference = _first_output(layer, name)
-    cache = _choose(plan, layer, phase)
-    with phase("errors"):
-        held_out.judge(layer, lambda linear: plan.skeleton.read_finite(f"{name}.{linear}.weight"), is_last=is_last)
+    layer, reference, cache = _compress_layer(run, index, stores, held_out, shared, phase)
     with phase("write"):
         written = write_layer(plan, index, layer, work.checkpoint) if is_writer() else None
     with phase("advance"):
@@ -131,6 +120,51 @@ def _run_layer(
         for store in (*moved, *tested):
             store.forget_previous()
         listener.layer_finished(record)
+
+
+def _compress_layer(
+    run: CompressionRun,
+    index: int,
+    stores: Sequence[ActivationStore],
+    held_out: HeldOut,
+    shared: dict[Hashable, Any] | None,
+    phase: Phase,
+) -> tuple[LayerContext, Tensor | None, CacheRecord | None]:
+    """Choose the codes of a layer, and repeat it without scales that make a linear worse than rounding to nearest.
+
+    Return the finished layer, the original layer's output for the first sequence (None in processes that do not write),
+    and the record of the KV cache (None if the recipe does not set one).
+    """
+    plan, is_last = run.plan, index + 1 == run.plan.skeleton.num_layers
+    name = plan.skeleton.layer_name(index)
+    unscaled = frozenset[str]()
+    while True:
+        with phase("load"):
+            layer = layer_context(plan, index, stores, shared)
+            layer.data.unscaled = unscaled
+            if layer.data.targets is not None and not unscaled:  # once, while the layer has the original weights
+                layer.data.targets.advance(layer.advance)
+            held_out.aim(layer, is_last=is_last)
+            keep_codes(plan.recipe, plan.reader, layer)
+            layer.count_tokens()
+            # One sequence is enough to measure the layer's noise, and to find a broken layer before any step begins.
+            reference = _first_output(layer, name)
+        cache = _choose(plan, layer, phase)
+        with phase("errors"):
+            spoiled = held_out.judge(layer, partial(_original, plan, name), is_last=is_last)
+        if not spoiled:
+            break
+        unscaled |= spoiled
+        del layer  # before it is loaded again
+    if unscaled:
+        layer.chosen.notes.append(
+            f"no scales for the inputs of {', '.join(sorted(unscaled))}: they raised the held-out error"
+        )
+    return layer, reference, cache
+
+
+def _original(plan: Plan, layer: str, linear: str) -> Tensor:
+    return plan.skeleton.read_finite(f"{layer}.{linear}.weight")
 
 
 def _first_output(layer: LayerContext, name: str) -> Tensor | None:

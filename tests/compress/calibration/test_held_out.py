@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quantkit
 from quantkit.checkpoints.reader import CheckpointReader
+from quantkit.compress.algorithms._smoothing import fold, shared_by_heads
+from quantkit.compress.algorithms.awq import AwqStep
 from quantkit.compress.calibration.dataset import load_samples
 from quantkit.compress.calibration.held_out import output_error
 from quantkit.formats import recognise
@@ -75,6 +77,26 @@ def test_both_errors_are_against_the_outputs_of_the_original_model(model, tmp_pa
                 compared += 1
             assert 0 < record.error < 2 * record.rounding_error, name
     assert compared == (14 if recipe == "gptq-int4" else 0)
+
+
+def test_scales_that_make_a_linear_worse_than_rounding_are_left_out(model, tmp_path, text_file, monkeypatch):
+    """Whatever AWQ chooses. What is written then equals what is written without AWQ, of the whole model."""
+    overrides = {**SIZES, "calibration.data": str(text_file), "weights.group_size": 32, "weights.symmetric": True}
+    plain = quantkit.quantize(model, "awq-int4", tmp_path / "plain", overrides={**overrides, "steps": ["gptq"]})
+    harmful = torch.rand(128, generator=torch.Generator().manual_seed(0)).mul(6).exp()
+
+    def scale(self, layer, group, seen):
+        fold(layer, group, shared_by_heads(layer, group, harmful[: layer.weight(group.linears[0]).shape[1]]))
+
+    monkeypatch.setattr(AwqStep, "_scale", scale)
+    steps = [{"awq": {"clip": False}}, "gptq"]
+    result = quantkit.quantize(model, "awq-int4", tmp_path / "out", overrides={**overrides, "steps": steps})
+    for layer, without in zip(result.layers, plain.layers, strict=True):
+        assert any("no scales for the inputs of" in note for note in layer.notes)
+        assert all(record.error <= 1.02 * record.rounding_error for record in layer.linears), layer
+        assert layer.linears == without.linears
+    written, expected = CheckpointReader(tmp_path / "out"), CheckpointReader(tmp_path / "plain")
+    assert all(torch.equal(written.tensor(name), expected.tensor(name)) for name in expected.names)
 
 
 def test_held_out_tokens_are_of_the_same_text_and_not_among_the_samples(model, text_file):

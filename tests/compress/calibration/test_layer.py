@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from quantkit.compress.algorithms._smoothing import fold
+from quantkit.compress.algorithms._smoothing import can_fold, fold
 from quantkit.compress.calibration.errors import signal_to_noise_db, weight_error
 from quantkit.compress.calibration.held_out import HeldOut, output_error
 from quantkit.compress.calibration.hidden_state_store import ActivationStore
@@ -121,6 +121,32 @@ def test_codes_that_are_worse_than_plain_rounding_are_replaced_by_it(make_layer)
     for name, record in layer.chosen.records.items():
         assert 0 < record.error <= 1.02 * record.rounding_error, name
     assert layer.chosen.records[bad].error == pytest.approx(layer.chosen.records[bad].rounding_error)
+
+
+def test_a_layer_with_harmful_scales_must_be_quantized_again(make_layer):
+    """Not its source: the source's outputs are divided, so its original weight can be divided and rounded."""
+    layer = make_layer()
+    held_out, weights = held_out_of(layer)
+    group = next(group for group in layer.sets if group.source == "mlp.up_proj")
+    source, reader = "mlp.up_proj", group.linears[0]
+    scales = torch.rand(96, generator=torch.Generator().manual_seed(0)).mul(4).exp()
+    with torch.inference_mode():
+        held_out.aim(layer, is_last=True)
+        fold(layer, group, scales)
+        layer.finish()
+        coarse = layer.chosen.quantized[source]
+        layer.commit({source: replace(coarse, scale=coarse.scale * 1.5)})
+        assert not held_out.judge(layer, weights.__getitem__, is_last=True)  # rounding alone is no step's choice
+        assert layer.chosen.records[source].error == pytest.approx(
+            layer.chosen.records[source].rounding_error, rel=0.01
+        )
+        layer.commit({reader: layer.chosen.quantized[reader]})
+        assert held_out.judge(layer, weights.__getitem__, is_last=True) == {reader}
+        assert layer.chosen.records[reader].error > 1.02 * layer.chosen.records[reader].rounding_error
+        layer.data.unscaled = frozenset({reader})
+        layer.commit({reader: layer.chosen.quantized[reader]})
+        assert not can_fold(layer, group)
+        assert not held_out.judge(layer, weights.__getitem__, is_last=True)  # never asked for twice
 
 
 def test_plain_rounding_is_measured_as_the_model_computes_with_it(make_layer):
