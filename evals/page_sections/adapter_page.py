@@ -33,8 +33,7 @@ def _table(file: Path) -> str:
         f"{about['windows']} windows of {about['text']}, {about['tokens']:,} tokens; calibration: "
         f"{about['calibration']}. The base without the adapter has {_kl(about['kl of the base without the adapter'])}. "
         f"Logits of the original with the adapter, in float32, differ from those of transformers + PEFT by at most "
-        f"{distance:.1e}. Commit {about['commit']}, {about['date']}, {versions}, {about['machine']}; "
-        "[script](../evals/checks/adapter_quality.py)."
+        f"{distance:.1e}. Commit {about['commit']}, {about['date']}, {versions}, {about['machine']}."
     )
     return "\n".join([*lines, "", note, ""])
 

@@ -61,8 +61,7 @@ def _speed() -> list[str]:
 def _taken(kept: dict[str, Any]) -> str:
     about = kept["about"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    taken = f"Commit {about['commit']}, {about['date']}, {versions}, {about['machine']}"
-    return f"{taken}; [script](../evals/mtp/measure_mtp.py)"
+    return f"Commit {about['commit']}, {about['date']}, {versions}, {about['machine']}"
 
 
 def _read(name: str) -> dict[str, Any]:
