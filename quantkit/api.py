@@ -14,7 +14,7 @@ from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.results import CompressionResult, Report, SearchResult
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.verify.run import VerifyOptions
+    from quantkit.evaluate.verify.options import VerifyOptions
     from quantkit.planning import Estimate
 
 __all__ = ["list_recipes", "load_recipe", "plan", "quantize", "search", "verify"]
@@ -106,8 +106,8 @@ def verify(
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = the model that the checkpoint was made from.
         gates: gates, e.g. `["recovery>=98.9", "kl<=0.02"]`; None = the gates of the checkpoint's recipe.
-        options: measurements to make, see `quantkit.evaluate.verify.run.VerifyOptions`; None = the defaults, which are
-            short measurements.
+        options: measurements to make, see `quantkit.evaluate.verify.options.VerifyOptions`; None = the defaults, which
+            are short measurements.
         output: directory for report.json, report.html, junit.xml and the model card; None = write no files.
         progress: callback for lines of progress.
     Raises:

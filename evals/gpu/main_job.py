@@ -24,7 +24,7 @@ from results import Results
 
 import quantkit
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.verify.run import VerifyOptions
+from quantkit.evaluate.verify.options import VerifyOptions
 
 # Imported late, when a checkpoint is written.
 NEEDS = ("accelerate", "compressed_tensors", "quantkit.api", "quantkit.evaluate.verify.pair_checks")

@@ -87,7 +87,7 @@ def command(
 
 def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Mapping[str, Any]) -> None:
     """Refuse, before hours of compressing, settings that trials would refuse later or that no trial would use."""
-    from quantkit.evaluate.verify.run import check_options
+    from quantkit.evaluate.verify.options import check_options
 
     if all(recipe.calibration is None for recipe in recipes):
         ignored = next((change for change in changes if change.startswith("calibration.")), None)

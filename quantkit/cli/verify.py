@@ -13,12 +13,12 @@ import click
 from quantkit.cli._options import engine_choice, option_group, ranks_option, runtime_options, settings_of
 from quantkit.cli._output import Command, Output
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.quantities import counted
+from quantkit.quantities import counted, parse_tokens
 from quantkit.report.table import Table
 
 if TYPE_CHECKING:
     from quantkit.compress.recipe import Recipe
-    from quantkit.evaluate.verify.run import VerifyOptions
+    from quantkit.evaluate.verify.options import VerifyOptions
     from quantkit.results import CompressionResult, Report
 
 ASKED = ("suite", "tasks", "limit", "data", "include_path", "text_tokens", "behaviour", "prompts", "seed")
@@ -31,6 +31,19 @@ gate_option = click.option(
     # None, not an empty tuple: without --gate, the recipe's gates apply.
     callback=lambda _ctx, _option, gates: gates or None,
     help="Gate that must hold, e.g. 'recovery>=98.9'; repeatable.  [default: the recipe's gates]",
+)
+
+sensitivity_option = click.option(
+    "--sensitivity/--no-sensitivity",
+    default=None,
+    help="Measure how sensitive each part of the model is.  [default: only if an accuracy gate fails]",
+)
+
+drift_option = click.option(
+    "--drift",
+    metavar="TOKENS",
+    callback=lambda _ctx, _option, text: None if text is None else parse_tokens(text, "--drift"),
+    help="Compare the distributions while decoding so many tokens, e.g. 2k.  [default: off]",
 )
 
 
@@ -46,7 +59,7 @@ def verify_options(
         bench: whether to time both models.
         what: further fields of `VerifyOptions`.
     """
-    from quantkit.evaluate.verify.run import BENCH, VerifyOptions
+    from quantkit.evaluate.verify.options import BENCH, VerifyOptions
 
     return VerifyOptions(
         evaluation=EvaluationOptions(**{"suite": "quick", "texts": (text,) if text else (), **asked}),
@@ -132,8 +145,8 @@ def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
         QuantkitError: the engine cannot run the format, a gate is not valid, or a package is missing.
     """
     from quantkit.errors import RecipeError
+    from quantkit.evaluate.verify.options import VerifyOptions, check_options
     from quantkit.evaluate.verify.pair_checks import check_gates
-    from quantkit.evaluate.verify.run import VerifyOptions, check_options
     from quantkit.formats import REGISTRY as FORMATS
 
     if FORMATS.load(recipe.format).suffix:
@@ -181,11 +194,8 @@ def verify_result(
 @click.option("--baseline", metavar="MODEL", help="The original model.  [default: CHECKPOINT's original]")
 @click.option("-o", "--output", metavar="DIR", help="Folder for the report.  [default: CHECKPOINT or FILE-report]")
 @click.option("--bench/--no-bench", default=True, show_default=True, help="Time both models.")
-@click.option(
-    "--sensitivity/--no-sensitivity",
-    default=None,
-    help="Measure how sensitive each part of the model is.  [default: only if an accuracy gate fails]",
-)
+@sensitivity_option
+@drift_option
 @click.option("--text", metavar="FILE", help="Text on which the distributions of both models are compared.")
 @gate_option
 @option_group("asked", settings_of(EvaluationOptions, *ASKED))
@@ -208,9 +218,9 @@ def command(
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,
-      kl, kl_p99, top1, length_ratio, margin[DECISION], flips, loop_rate,
-      unended, right_format, valid_calls, ttft_ratio, itl_ratio, tpot_ratio,
-      throughput_ratio, memory_ratio, size_ratio, bits_per_weight,
+      kl, kl_p99, top1, drift, length_ratio, margin[DECISION], flips,
+      loop_rate, unended, right_format, valid_calls, ttft_ratio, itl_ratio,
+      tpot_ratio, throughput_ratio, memory_ratio, size_ratio, bits_per_weight,
       acceptance_ratio.
 
     \b
@@ -218,12 +228,14 @@ def command(
       quantkit verify demo-awq-int4
       quantkit verify demo-awq-int4 --gate "recovery>=98.9" --gate "kl<=0.05"
       quantkit verify demo-awq-int4 --kv-cache int8 --no-bench -o int8-cache
+      quantkit verify demo-awq-int4 --kv-cache int4 --drift 400
       quantkit verify demo-awq-int4 --engine vllm
       quantkit verify demo-awq-int4 --sensitivity --suite none --gate "kl<=0.01"
     """
     from quantkit.distributed import is_writer
+    from quantkit.evaluate.verify.options import check_options
     from quantkit.evaluate.verify.pair_checks import check_output, check_pair
-    from quantkit.evaluate.verify.run import check_options, verify_pair
+    from quantkit.evaluate.verify.run import verify_pair
     from quantkit.report.files import write_report
 
     options = verify_options(**what)

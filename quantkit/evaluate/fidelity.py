@@ -185,7 +185,13 @@ def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
 
 
 def paired_logits(
-    original: LLM, llm: LLM, theirs: Windows, ours: Windows, counts: Sequence[int]
+    original: LLM,
+    llm: LLM,
+    theirs: Windows,
+    ours: Windows,
+    counts: Sequence[int],
+    *,
+    chunk_size: int | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the logits of two models at the same positions, part by part, so that few of them are in memory at once.
 
@@ -193,12 +199,13 @@ def paired_logits(
         original, llm: the models.
         theirs, ours: windows of the original and of the model, each one batch; in pairs.
         counts: number of last positions of each pair whose logits are wanted.
+        chunk_size: number of tokens of a window that a step computes; None = as the model's cache requires.
     Yields:
         Index of the windows, and the next rows of the original and of the model, (t, V) float32 each.
     """
     waiting: list[deque[Tensor]] = [deque() for _ in theirs]  # rows of the original for which the model has no pair yet
-    references = _last_rows(original, theirs, counts)
-    for index, value in _last_rows(llm, ours, counts):
+    references = _last_rows(original, theirs, counts, chunk_size)
+    for index, value in _last_rows(llm, ours, counts, chunk_size):
         while len(value):
             while not waiting[index]:
                 other, rows = next(references)
@@ -212,11 +219,13 @@ def paired_logits(
         del value  # otherwise its memory would be kept while the next rows are computed
 
 
-def _last_rows(llm: LLM, windows: Windows, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def _last_rows(
+    llm: LLM, windows: Windows, counts: Sequence[int], chunk_size: int | None
+) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits of a model like `LLM.score_rows`, but only those of the last positions of each window."""
     forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
     unwanted = [len(window) - count for window, count in zip(windows, counts, strict=True)]
-    for index, rows in llm.score_rows(windows, chunk_size=_chunk_size(llm, windows)):
+    for index, rows in llm.score_rows(windows, chunk_size=chunk_size or _chunk_size(llm, windows)):
         skipped = min(unwanted[index], len(rows))
         unwanted[index] -= skipped
         if skipped < len(rows):

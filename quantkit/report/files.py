@@ -82,6 +82,7 @@ def report_tables(report: Report) -> list[Table]:
         tables.comparison_table(report.comparisons),
         tables.length_table(report.comparisons),
         tables.fidelity_table(report.fidelity, report.noise_fidelity),
+        tables.drift_table(report.drift),
         *behaviour_tables(report),
         tables.worst_groups_table(sensitivity) if sensitivity else None,
         speed_tables.latency_table(runs),

@@ -107,7 +107,7 @@ def _accuracy(report: Report) -> PageSection | None:
 
 def _fidelity(report: Report) -> PageSection | None:
     table = tables.fidelity_table(report.fidelity, report.noise_fidelity)
-    return _section("fidelity", "Closeness to the original", [table])
+    return _section("fidelity", "Closeness to the original", [table, tables.drift_table(report.drift)])
 
 
 def _behaviour(report: Report) -> PageSection | None:

@@ -10,6 +10,7 @@ from quantkit.results import (
     CheckpointSummary,
     Comparison,
     CompressionResult,
+    DriftResult,
     EngineReading,
     FidelityResult,
     GateResult,
@@ -220,6 +221,26 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
         columns=(Column(), Column("model", str), Column("original, other dtype", str)),
         rows=tuple(rows),
         note="" if fidelity.top is None else _known_tokens(fidelity),
+    )
+
+
+def drift_table(drift: DriftResult | None) -> Table | None:
+    """Create the table of the distance from the original along the texts that the original wrote."""
+    if drift is None:
+        return None
+    stretches = zip((0, *drift.ends[:-1]), drift.ends, drift.part_kl, strict=True)
+    rows = [(f"mean KL, tokens {start + 1:,} to {end:,}", number(kl)) for start, end, kl in stretches]
+    between = "" if drift.slope_low is None else f" ({interval(drift.slope_low, drift.slope_high, 4)})"
+    # A text without a difference counts with its whole length: a median tolerates such censored values.
+    first = median([drift.num_tokens if at is None else at for at in drift.first_difference])
+    rows += [
+        ("drift: increase of KL per 1,000 tokens (95 % interval)", f"{drift.slope:.4f}{between}"),
+        ("tokens before the likeliest token differs (median)", MISSING if first is None else f"{first:g}"),
+    ]
+    return Table(
+        title=f"While decoding: {counted(drift.num_texts, 'text')} of {drift.num_tokens:,} tokens by the original",
+        columns=(Column(), Column("model", str)),
+        rows=tuple(rows),
     )
 
 

@@ -26,6 +26,7 @@ from quantkit.results.compression import LayerRecord as LayerRecord
 from quantkit.results.compression import LinearRecord as LinearRecord
 from quantkit.results.compression import ModuleSummary as ModuleSummary
 from quantkit.results.compression import TowerRecord as TowerRecord
+from quantkit.results.evaluation import DriftResult as DriftResult
 from quantkit.results.evaluation import EvaluationResult as EvaluationResult
 from quantkit.results.evaluation import FidelityResult as FidelityResult
 from quantkit.results.evaluation import PerplexityResult as PerplexityResult

@@ -161,6 +161,33 @@ class EvaluationResult(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DriftResult(Record):
+    """Distance from the original along texts that the original wrote, both models decoding token by token.
+
+    Args:
+        num_texts: number of texts.
+        num_tokens: number of tokens that the original wrote in each text.
+        ends: for each stretch of the texts, the position after its last token.
+        part_kl: mean KL(original || model) per position in each stretch, nats.
+        text_kl: mean KL of each text.
+        slope: increase of the KL per 1,000 tokens, by least squares; mean of all texts.
+        slope_low, slope_high: 95 % interval of the slope, from its spread over the texts; None for a single text.
+        first_difference: for each text, number of positions before the first at which the two models have different
+            likeliest tokens; None if there is no such position.
+    """
+
+    num_texts: int
+    num_tokens: int
+    ends: tuple[int, ...]
+    part_kl: tuple[float, ...]
+    text_kl: tuple[float, ...]
+    slope: float
+    slope_low: float | None = None
+    slope_high: float | None = None
+    first_difference: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FidelityResult(Record):
     """Distance of the model's next-token distributions from the original's, on fixed text.
 

@@ -161,6 +161,12 @@ METRICS = {  # without a subject, the first value counts, or the worst if the me
     "kl": Metric("accuracy", _fidelity("mean_kl"), unit="in nats"),
     "kl_p99": Metric("accuracy", _fidelity("p99_kl"), unit="in nats"),
     "top1": Metric("accuracy", _fidelity("top1_agreement"), high=1, unit=SHARE),
+    "drift": Metric(
+        "accuracy",
+        lambda report: {"": report.drift.slope if report.drift else None},
+        -1,
+        unit="in nats per 1,000 tokens",
+    ),
     "margin": Metric("behaviour", _margins(lambda m: m.ratio), high=10, subjects=tuple(DECISIONS), lacks=_too_few),
     "flips": Metric("behaviour", _flips, high=1, unit=SHARE, subjects=tuple(DECISIONS), lacks=_too_few),
     **{
@@ -333,6 +339,8 @@ def _doubt(report: Report, gate: Gate, values: Values) -> str:
 
 def _gate_interval(report: Report, gate: Gate, values: Values) -> tuple[float | None, float | None]:
     """Return the interval of the gate's value, in the gate's unit; (None, None) for metrics without an interval."""
+    if gate.metric == "drift" and report.drift is not None:
+        return report.drift.slope_low, report.drift.slope_high
     if gate.metric == "margin" and report.behaviour is not None:
         # Without a subject, the gate judged the worst kind of decision.
         kind = gate.subject or min(values, key=lambda each: values[each])

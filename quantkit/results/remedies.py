@@ -2,7 +2,7 @@
 
 from quantkit.results import Report, SensitivityProposal
 
-ACCEPTANCE_RATIO = "acceptance_ratio"
+ACCEPTANCE_RATIO, DRIFT = "acceptance_ratio", "drift"
 
 
 def remedy(report: Report, metric: str, kind: str, *, measured: bool = True) -> str:
@@ -16,6 +16,12 @@ def remedy(report: Report, metric: str, kind: str, *, measured: bool = True) -> 
     """
     if metric == ACCEPTANCE_RATIO and not measured:
         return "add `--speculate mtp` to `quantkit verify`, for a model with an MTP head"
+    if metric == DRIFT:
+        return (
+            "use a KV cache with more bits (`--kv-cache int8`), or give more bits to the weights"
+            if measured
+            else "add `--drift 2k` to `quantkit verify`"
+        )
     if not measured:
         return (
             "let `quantkit verify` measure it (`--suite none` leaves out tasks, `--no-bench` speed and memory), or "

@@ -8,7 +8,7 @@ from quantkit.results._record import SCHEMA_VERSION, Record
 from quantkit.results.behaviour import BehaviourResult
 from quantkit.results.benchmark import BenchmarkResult, BenchmarkRun, Diagnosis
 from quantkit.results.compression import CompressionResult, EngineReading
-from quantkit.results.evaluation import EvaluationResult, FidelityResult, SensitivityMap
+from quantkit.results.evaluation import DriftResult, EvaluationResult, FidelityResult, SensitivityMap
 
 Verdict = Literal["better", "worse", "no difference seen", "noise"]
 
@@ -148,6 +148,7 @@ class Report(Record):
             the headline.
         fidelity: distance of the model's next-token distributions from the original's.
         noise_fidelity: distance of the original in another dtype from the original.
+        drift: distance from the original along long texts, while decoding.
         behaviour: decision margins on the original's answers to chat prompts, and answers of both models.
         sensitivity: sensitivity by layer and fused group.
         benchmark, baseline_benchmark: speed and memory of both models.
@@ -167,6 +168,7 @@ class Report(Record):
     comparisons: tuple[Comparison, ...] = ()
     fidelity: FidelityResult | None = None
     noise_fidelity: FidelityResult | None = None
+    drift: DriftResult | None = None
     behaviour: BehaviourResult | None = None
     sensitivity: SensitivityMap | None = None
     benchmark: BenchmarkResult | None = None

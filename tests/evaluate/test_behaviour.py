@@ -25,8 +25,9 @@ from quantkit.evaluate.loading import load_llm
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.prompt_sets import BUNDLED, Prompt, read_prompts
 from quantkit.evaluate.run import evaluate
+from quantkit.evaluate.verify.options import VerifyOptions
 from quantkit.evaluate.verify.pair_checks import check_pair
-from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.evaluate.verify.run import verify_pair
 from quantkit.report.files import read_report
 from quantkit.results import ModelFacts, Report
 from quantkit.results.behaviour import MIN_PROMPTS

@@ -13,6 +13,7 @@ from quantkit.results import (
     Comparison,
     CompressionResult,
     Diagnosis,
+    DriftResult,
     Environment,
     EvaluationResult,
     ExampleRecord,
@@ -361,6 +362,17 @@ def make_report(*, broken: bool = False, gates: tuple[str, ...] = GATES, name: s
             top1_agreement=0.891 if broken else 0.9742,
             first_divergence=(12, 40, None, 3, 55, None, 31, 64),
             greedy_tokens=128,
+        ),
+        drift=DriftResult(
+            num_texts=8,
+            num_tokens=2000,
+            ends=(500, 1000, 1500, 2000),
+            part_kl=(0.011, 0.012, 0.014, 0.016),
+            text_kl=(0.013,) * 8,
+            slope=0.0033,
+            slope_low=0.0021,
+            slope_high=0.0045,
+            first_difference=(12, 40, None, 9, 77, 31, 18, 5),
         ),
         noise_fidelity=FidelityResult(
             data="demo-heldout", num_tokens=8192, mean_kl=0.00012, p99_kl=0.0011, top1_agreement=0.9988

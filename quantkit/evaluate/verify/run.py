@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,26 +18,26 @@ from quantkit.benchmark.diagnosis import diagnose
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.benchmark.run import check_target, find_ceilings, load_target, measure_served, measure_targets
 from quantkit.distributed import share_out
-from quantkit.errors import ModelError, RequestError, first_line
+from quantkit.errors import ModelError, first_line
 from quantkit.evaluate import sensitivity
 from quantkit.evaluate.acceptance import check_heads, compare_acceptance
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
+from quantkit.evaluate.drift import measure_drift
 from quantkit.evaluate.fidelity import MAX_TOKENS, Windows, fidelity, fixed_windows
-from quantkit.evaluate.lm_eval_run import import_language_model
 from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
-from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_evaluation, check_items, evaluate
+from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_items, evaluate
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.top_fidelity import TopReading, read_top, top_fidelity
+from quantkit.evaluate.verify.options import VerifyOptions, check_options
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
 from quantkit.machine.memory import free_models
 from quantkit.quantities import dtype_name
-from quantkit.results import BehaviourResult, EvaluationResult, FidelityResult, Report
+from quantkit.results import BehaviourResult, DriftResult, EvaluationResult, FidelityResult, Report
 from quantkit.results.gates import behaviour_gates, evaluate_gates
 from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
-from quantkit.runtime.vllm_engine import VllmLLM, import_vllm, vllm_arguments
+from quantkit.runtime.vllm_engine import VllmLLM
 
 Progress = Callable[[str], None]
 # Options that belong to the compression, so the original runs without them: quantkit's, and vLLM's own.
@@ -46,61 +46,11 @@ OF_THE_COMPRESSION = (
     *("kv_cache_dtype", "speculative_config", "quantization"),
 )
 _NOISE_SHARE = 4  # noise is measured on a quarter of the items and of the texts
-BENCH = BenchmarkOptions(concurrencies=(1, 8), prompt_tokens=128, new_tokens=32, rounds=2)
 
 
 def of_the_original(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of an engine, quantkit's or vLLM's, without the settings that belong to the compression."""
     return {name: value for name, value in settings.items() if name not in OF_THE_COMPRESSION}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOptions:
-    """Options of a verification.
-
-    Args:
-        evaluation: tasks and texts for both models.
-        text: name of the text on which distributions are compared; None = the first text of the evaluation, or a
-            shipped text.
-        noise: whether to run the original in another dtype too, to measure noise.
-        bench: workloads to time; None = time nothing.
-        sensitivity: whether to make a sensitivity map; None = only if an accuracy gate fails.
-        engine: keywords of `LLM` for both models; KV cache, KV budget, head and speculation apply only to the
-            checkpoint.
-        vllm: vLLM's own settings, to run both models in vLLM; None = use quantkit's engine.
-        command: command line, for the record.
-    """
-
-    evaluation: EvaluationOptions = field(default_factory=lambda: EvaluationOptions(suite="quick"))
-    text: str | None = None
-    noise: bool = True
-    bench: BenchmarkOptions | None = BENCH
-    sensitivity: bool | None = None
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    vllm: Mapping[str, Any] | None = None
-    command: str = ""
-
-
-def check_options(options: VerifyOptions) -> None:
-    """Check everything that can be checked before a model is compressed or loaded.
-
-    Raises:
-        DataError: lm-eval is missing, or a suite or text does not exist.
-        InputError: vLLM is missing.
-        RequestError: vLLM lacks a setting, or a sensitivity map is requested with vLLM.
-    """
-    check_evaluation(options.evaluation)
-    if options.text is not None:
-        read_named_text(options.text, options.evaluation.data)
-    if options.evaluation.suite is not None or options.evaluation.tasks:
-        import_language_model()
-    if options.vllm is not None:
-        vllm_arguments(options.engine)
-        import_vllm()
-        if options.sensitivity:
-            raise RequestError(
-                "only quantkit's engine can make the sensitivity map; leave out --sensitivity or --engine"
-            )
 
 
 def verify_pair(
@@ -175,6 +125,7 @@ class _Verification:
         data, text, note = _find_text(original, self.options)
         windows = fixed_windows(original, text, max_tokens=_fidelity_tokens(self.options))
         distances = self._distances(llm, original, windows, data)
+        drift = self._drift(llm, original, windows)
         behaviour, traces, of_prompts = self._behaviour(llm, original)
         count = 3 if self.options.noise else 2
         baseline = self._evaluate(original, f"original (1 of {count})", traces[0])
@@ -183,8 +134,8 @@ class _Verification:
         del llm  # the original in another dtype needs the memory; a sensitivity map loads the checkpoint again
         noise, noise_fidelity = self._noise(original, windows, data) if self.options.noise else (None, None)
         answers = {"evaluation": ours, "baseline": baseline, "noise": noise}
-        distances_fields = {"fidelity": distances, "noise_fidelity": noise_fidelity, "behaviour": behaviour}
-        report = self._report(note, notes, **answers, **distances_fields)
+        distances_fields = {"fidelity": distances, "noise_fidelity": noise_fidelity, "drift": drift}
+        report = self._report(note, notes, behaviour=behaviour, **answers, **distances_fields)
         asked_for = self.options.sensitivity
         if not (sensitivity.failed_accuracy(report) if asked_for is None else asked_for):
             return report, text
@@ -212,6 +163,13 @@ class _Verification:
         subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
         self.progress(subject)
         return fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
+
+    def _drift(self, llm: LLM, original: LLM, windows: Windows) -> DriftResult | None:
+        tokens = self.options.drift
+        if tokens is None:
+            return None
+        say = partial(_said, self.progress, f"drift over {tokens:,} tokens")
+        return measure_drift(llm, original, windows, tokens=tokens, seed=self.options.evaluation.seed or 0, say=say)
 
     def _noise(self, original: LLM, windows: Windows, data: str) -> tuple[EvaluationResult | None, FidelityResult]:
         """Evaluate the original in another dtype, and compare the distributions in both dtypes on part of the text.
@@ -374,6 +332,10 @@ class _Verification:
         ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
         diagnosis = diagnose(ours, target.cost, theirs)
         return replace(report, benchmark=ours, baseline_benchmark=theirs, diagnosis=diagnosis)
+
+
+def _said(progress: Progress, subject: str, line: str) -> None:
+    progress(f"{subject}: {line}")
 
 
 def _fidelity_tokens(options: VerifyOptions) -> int:

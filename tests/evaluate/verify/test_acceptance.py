@@ -9,8 +9,9 @@ from quantkit.api import quantize
 from quantkit.errors import RequestError
 from quantkit.evaluate.acceptance import compare_acceptance
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.verify.options import VerifyOptions
 from quantkit.evaluate.verify.pair_checks import check_pair
-from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.evaluate.verify.run import verify_pair
 from quantkit.results import ModelFacts, Report
 from quantkit.results.gates import evaluate_gates
 from tests.helpers import edit_tensors, make_model, save_tokenizer

@@ -14,8 +14,9 @@ import quantkit
 from quantkit.checkpoints.adapter import merged, read_adapter
 from quantkit.errors import CheckpointError, ModelError, RequestError
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.verify.options import VerifyOptions
 from quantkit.evaluate.verify.pair_checks import check_pair
-from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.evaluate.verify.run import verify_pair
 from quantkit.runtime.llm import LLM
 from tests.checkpoints.adapters import make_adapter, open_model
 
@@ -132,6 +133,6 @@ def test_vllm_cannot_merge(models, folders):
     options = VerifyOptions(evaluation=EvaluationOptions(), bench=None, vllm={})
     pair = check_pair(folders / "out", None, [])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantkit.evaluate.verify.run.import_vllm", lambda: None)
+        patch.setattr("quantkit.evaluate.verify.options.import_vllm", lambda: None)
         with pytest.raises(RequestError, match="give the merged model as --baseline"):
             verify_pair(pair, options)

@@ -9,8 +9,9 @@ import pytest
 
 from quantkit.errors import RequestError
 from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.verify.options import VerifyOptions
 from quantkit.evaluate.verify.pair_checks import check_pair
-from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.evaluate.verify.run import verify_pair
 from quantkit.report.files import render_junit, render_markdown
 from tests.checkpoints.adapters import make_adapter
 

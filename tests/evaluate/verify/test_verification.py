@@ -13,8 +13,9 @@ from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.errors import CheckpointError, DataError, GateError, ModelError, OutputError, RequestError
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.sensitivity import Goal, repair_goal
+from quantkit.evaluate.verify.options import VerifyOptions
 from quantkit.evaluate.verify.pair_checks import check_gates, check_pair, set_aside
-from quantkit.evaluate.verify.run import VerifyOptions, verify_pair
+from quantkit.evaluate.verify.run import verify_pair
 from quantkit.kernels import cpu
 from quantkit.report.files import read_report, write_report
 from quantkit.results import Report

@@ -1,0 +1,122 @@
+"""Drift: how the distance from the original grows along texts that the original itself has written.
+
+While a model decodes, every token reads keys and values that were computed from earlier tokens, and quantized. Their
+errors may add up over thousands of tokens, which short windows do not show. Here the original samples a long text after
+each prompt. Then both models read these texts one token per step, as in decoding, and their distributions are compared
+at every position. Both read the same text, so a difference is never the consequence of another choice.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.distributed import share_out
+from quantkit.errors import RequestError
+from quantkit.evaluate.fidelity import (
+    GREEDY_CONTEXT,
+    Distances,
+    Windows,
+    check_vocabulary,
+    distances,
+    join_distances,
+    paired_logits,
+)
+from quantkit.evaluate.work_sharing import Meter, Say, forget
+from quantkit.results import DriftResult
+from quantkit.results.statistics.paired import student_quantile
+from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import SamplingParams
+
+PROMPTS = 8
+LEAST_TOKENS = 64
+_PARTS = 4  # stretches of equal length whose mean KL is reported
+_PER = 1000  # tokens; the unit of the slope
+
+
+def measure_drift(
+    llm: LLM, original: LLM, windows: Windows, *, tokens: int, seed: int = 0, say: Say | None = None
+) -> DriftResult:
+    """Let the original write texts, and measure at each position how far the model is from it.
+
+    Args:
+        llm, original: the models.
+        windows: texts whose beginnings are the prompts.
+        tokens: number of tokens to write after each prompt.
+        seed: seed of the first text; the others count on from it.
+        say: callback for progress.
+    Raises:
+        ModelError: the vocabularies differ.
+        RequestError: `tokens` is too small to show a drift, or does not fit the context of one of the models.
+    """
+    check_vocabulary(llm, original)
+    longest = min(llm.capacity, original.capacity) - GREEDY_CONTEXT
+    if not LEAST_TOKENS <= tokens <= longest:
+        raise RequestError(
+            f"drift over {tokens} tokens cannot be measured: give at least {LEAST_TOKENS}, and at most {longest}, "
+            f"which with {GREEDY_CONTEXT} tokens of prompt fit the context of both models"
+        )
+    ((written, compared),) = share_out([tokens], lambda count: _compare(llm, original, windows, count, seed, say))
+    return summarize(compared, written)
+
+
+def _compare(
+    llm: LLM, original: LLM, windows: Windows, tokens: int, seed: int, say: Say | None
+) -> tuple[int, list[Distances]]:
+    """Return the number of written tokens per text, and the distances at these tokens for each text."""
+    prompts = [list(ids[:GREEDY_CONTEXT]) for ids in windows[:PROMPTS]]
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed + number, ignore_eos=True)
+        for number in range(len(prompts))
+    ]
+    if say is not None:
+        say(f"the original writes {len(prompts)} texts")
+    forget(original)
+    texts = [done.token_ids for done in original.generate(prompts, params)]
+    # The logits after a token are those of the next one, so nothing is measured after the last token.
+    traces = tuple((*prompt, *text[:-1]) for prompt, text in zip(prompts, texts, strict=True))
+    meter = None if say is None else Meter(say, "positions", [1] * (tokens * len(traces)))
+    parts: list[list[Distances]] = [[] for _ in traces]
+    done = 0
+    for index, reference, value in paired_logits(original, llm, traces, traces, [tokens] * len(traces), chunk_size=1):
+        parts[index].append(distances(reference, value))
+        done += len(value)
+        if meter is not None:
+            meter.reach(done)
+        del reference, value  # otherwise their memory would be kept while the next rows are computed
+    return tokens, list(map(join_distances, parts))
+
+
+def summarize(texts: Sequence[Distances], tokens: int) -> DriftResult:
+    """Build the record from the distances at the `tokens` positions of each text."""
+    kl = torch.stack([text.kl.double() for text in texts])
+    ends = tuple(round(tokens * part / _PARTS) for part in range(1, _PARTS + 1))
+    slopes = [_slope(each) for each in kl]
+    mean, margin = math.fsum(slopes) / len(slopes), math.inf
+    if len(slopes) > 1:
+        deviation = math.sqrt(math.fsum((slope - mean) ** 2 for slope in slopes) / (len(slopes) - 1))
+        margin = student_quantile(0.975, len(slopes) - 1) * deviation / math.sqrt(len(slopes))
+    return DriftResult(
+        num_texts=len(texts),
+        num_tokens=tokens,
+        ends=ends,
+        part_kl=tuple(float(kl[:, start:end].mean()) for start, end in zip((0, *ends[:-1]), ends, strict=True)),
+        text_kl=tuple(kl.mean(1).tolist()),
+        slope=mean,
+        slope_low=mean - margin if math.isfinite(margin) else None,
+        slope_high=mean + margin if math.isfinite(margin) else None,
+        first_difference=tuple(_first_difference(text.agrees) for text in texts),
+    )
+
+
+def _slope(kl: Tensor) -> float:
+    """Return the least-squares slope of KL (T,) over the position, per `_PER` tokens."""
+    position = torch.arange(len(kl), dtype=torch.float64) / _PER
+    position -= position.mean()
+    return float((position * (kl - kl.mean())).sum() / position.square().sum())
+
+
+def _first_difference(agrees: Tensor) -> int | None:
+    differing = (~agrees).nonzero()
+    return int(differing[0, 0]) if len(differing) else None
