@@ -39,6 +39,7 @@ from quantkit.numerics.kv_cache import (
     FP8_TENSOR,
     INT4_CHANNEL,
     INT4_TOKEN,
+    INT8_CHANNEL,
     INT8_TOKEN,
     KEY_SCHEMES,
     VALUE_SCHEMES,
@@ -51,7 +52,7 @@ SCALE_DTYPE = torch.float16
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SCHEMES = {
     "fp8": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR),
-    "int8": KVScheme(key=INT8_TOKEN, value=INT8_TOKEN),
+    "int8": KVScheme(key=INT8_CHANNEL, value=INT8_TOKEN),
     "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
 }
 _UNQUANTIZED = LayerCache()
@@ -295,11 +296,12 @@ class EntryLayout:
 Layout = KVLayout | StateLayout | EntryLayout
 
 
-def kv_scheme(name: str) -> KVScheme:
+def kv_scheme(name: str, *, latent: bool = False) -> KVScheme:
     """Return the scheme for the short name of a KV cache type.
 
     Args:
         name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4.
+        latent: whether the keys are also the values, so that 8-bit keys have scales per token.
     Raises:
         SchemeError: the name is unknown.
     """
@@ -307,7 +309,8 @@ def kv_scheme(name: str) -> KVScheme:
         raise SchemeError(
             f"unknown KV cache type {name!r}{suggestion(name, KV_TYPES)}; supported: {', '.join(KV_TYPES)}"
         )
-    return _SCHEMES.get(name, _UNQUANTIZED.scheme)
+    scheme = _SCHEMES.get(name, _UNQUANTIZED.scheme)
+    return KVScheme(key=scheme.value, value=scheme.value) if latent and scheme.key == INT8_CHANNEL else scheme
 
 
 def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:

@@ -179,12 +179,16 @@ def _both(name: str, side: Side) -> KVForm:
     return KVForm(name=name, key=side, value=side)
 
 
-# Forms of the bundled runtime. fp8: a fixed scale per tensor. int8: an fp16 scale per token and head. int4: an fp16
-# scale and zero point, for keys per channel of a page, for values per token.
+# Forms of the bundled runtime. fp8: a fixed scale per tensor. int8 and int4: for keys, an fp16 scale and zero point per
+# channel of a page; for values, an fp16 scale per token and head, with int4 also a zero point.
 BF16 = _both("bf16", Side(bits=16))
 FP32 = _both("fp32", Side(bits=32))
 FP8 = _both("fp8", Side(bits=8))
-INT8 = _both("int8", Side(bits=8, granularity="token", scale_bytes=SCALE_BYTES))
+INT8 = KVForm(
+    name="int8",
+    key=Side(bits=8, granularity="channel", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),
+    value=Side(bits=8, granularity="token", scale_bytes=SCALE_BYTES),
+)
 INT4 = KVForm(
     name="int4",
     key=Side(bits=4, granularity="channel", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),

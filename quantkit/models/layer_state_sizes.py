@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm, padded_bytes, page_arrays, residual_tokens
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm, Side, padded_bytes, page_arrays, residual_tokens
 
 # Channels that share one power-of-two scale, and the multiple to which the number of exponent bytes is rounded up: in
 # quantized entries of csa and hca, then in keys of the indexer.
@@ -132,11 +132,17 @@ class AttentionShape:
         widths = self.key_dim - self.rope_dim, self.value_dim, self.index_dim
         return form.bits != 4 or not any(width % 2 for width in widths)
 
+    def _key(self, form: KVForm) -> Side:
+        """Return how keys are stored: if they are also the values, 8-bit integers have scales per token."""
+        return form.value if self.kind == "mla" and form.name == "int8" else form.key
+
     def entry_bytes(self, form: KVForm) -> float:
         """Count the bytes of one entry without the indexer's key."""
         plain = self.key_dim - self.rope_dim
         if self.kind not in ("dsa", "csa", "hca") or form.bits >= 16:
-            return self.num_kv_heads * (form.key.token_bytes(self.key_dim) + form.value.token_bytes(self.value_dim))
+            return self.num_kv_heads * (
+                self._key(form).token_bytes(self.key_dim) + form.value.token_bytes(self.value_dim)
+            )
         if self.kind == "dsa":
             return plain + 4 * math.ceil(plain / 128) + 2 * self.rope_dim
         exponents = exponent_bytes(plain, ENTRY_BLOCK, ENTRY_EXPONENTS)
@@ -147,7 +153,7 @@ class AttentionShape:
         if self.has_rows:
             return sum(self.page_parts(form, page_size))
         dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
-        return padded_bytes(page_arrays(form.key, form.value, **dims, page_size=page_size))
+        return padded_bytes(page_arrays(self._key(form), form.value, **dims, page_size=page_size))
 
     def page_parts(self, form: KVForm, page_size: int) -> tuple[int, int]:
         """Count the bytes of V4's compressed entries and of their indexer keys in one page."""
@@ -179,7 +185,7 @@ class AttentionShape:
             return pages * self.page_bytes(form, page_size) + self.row_bytes(form, plain)
         if self.window is not None:
             pages = min(pages, math.ceil(self.window / page_size) + 1)  # a window may start inside a page
-        residual = residual_tokens(form.key, page_size) * self.num_kv_heads * self.key_dim * dtype_bytes
+        residual = residual_tokens(self._key(form), page_size) * self.num_kv_heads * self.key_dim * dtype_bytes
         return pages * self.page_bytes(form, page_size) + residual
 
     def index_bytes(self, form: KVForm) -> int:

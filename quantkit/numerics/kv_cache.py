@@ -20,10 +20,11 @@ FP8_TENSOR = CacheScheme(dtype=FP8, granularity="tensor")
 FP8_HEAD = CacheScheme(dtype=FP8, granularity="head")
 FP8_TOKEN = CacheScheme(dtype=FP8)
 INT8_TOKEN = CacheScheme(dtype=INT8)
+INT8_CHANNEL = CacheScheme(dtype=INT8, granularity="channel", symmetric=False)
 INT4_TOKEN = CacheScheme(dtype=INT4, symmetric=False)
 INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
 VALUE_SCHEMES = (INT4_TOKEN, INT8_TOKEN, FP8_TENSOR, FP8_HEAD, FP8_TOKEN)
-KEY_SCHEMES = (*VALUE_SCHEMES, INT4_CHANNEL)
+KEY_SCHEMES = (*VALUE_SCHEMES, INT4_CHANNEL, INT8_CHANNEL)
 """Schemes in which a cache can store keys; values can use the same, except schemes per channel."""
 
 Scales = float | tuple[float, ...]

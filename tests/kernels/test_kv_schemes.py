@@ -31,6 +31,7 @@ CACHES = {
     "fp8 per head": LayerCache(
         scheme=KVScheme(key=FP8_HEAD, value=FP8_HEAD), key_scale=(0.021, 1.7), value_scale=(0.3, 0.004)
     ),
+    "int8 per token": LayerCache(scheme=KVScheme(key=INT8_TOKEN, value=INT8_TOKEN)),
     "int4 per token": LayerCache(scheme=KVScheme(key=INT4_TOKEN, value=INT4_TOKEN)),
     "int4 per channel, fp8 values": LayerCache(
         scheme=KVScheme(key=INT4_CHANNEL, value=FP8_HEAD), value_scale=(0.3, 2.0)

@@ -23,9 +23,10 @@ from tests.kernels.paged import KV_TYPES, layout
 INT4_TOKEN = CacheScheme(dtype=INT4, granularity="token", symmetric=False)
 INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
 INT8_TOKEN = CacheScheme(dtype=INT8)
+INT8_CHANNEL = CacheScheme(dtype=INT8, granularity="channel", symmetric=False)
 FP8_TENSOR = CacheScheme(dtype=FP8, granularity="tensor")
 FP8_TOKEN = CacheScheme(dtype=FP8)
-TYPES = [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TENSOR, FP8_TOKEN]
+TYPES = [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, INT8_CHANNEL, FP8_TENSOR, FP8_TOKEN]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ TYPES = [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TENSOR, FP8_TOKEN]
     [
         ("auto", 2 * 2 * 64 * 128 * 2),
         ("fp8", 2 * 2 * 64 * 128),
-        ("int8", 2 * 2 * 64 * (128 + 2)),
+        ("int8", 2 * (64 * 128 + 128 * 4) + 2 * 64 * (128 + 2)),
         ("int4", 2 * (64 * 64 + 128 * 4) + 2 * (64 * 64 + 64 * 4)),
     ],
 )
@@ -78,10 +79,21 @@ def test_views_share_the_pool_and_cover_each_block(kind):
 def test_budget_is_spent_on_tails_and_whole_pages():
     layouts = [layout("int4"), layout("int8"), layout()]
     tails = residual_bytes(layouts, 5)
-    assert tails == 5 * (4 + MAX_ROLLBACK) * 2 * 16 * 4
+    assert tails == 2 * 5 * (4 + MAX_ROLLBACK) * 2 * 16 * 4  # of int4 and of int8
     assert pages_for_budget(layouts, 5, tails + 7 * page_bytes(layouts)) == 7
     assert pages_for_budget(layouts, 5, tails + 7 * page_bytes(layouts) - 1) == 6
     assert pages_for_budget(layouts, 5, tails - 1) == 0
+
+
+def test_a_channel_with_a_large_bias_costs_the_others_nothing():
+    """As in Qwen2, whose key projections have biases of 100 and more."""
+    keys = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    keys[:, 3] += 100
+    errors = {}
+    for scheme in (kv_scheme("int8").key, INT8_TOKEN):
+        errors[scheme] = (decode_states(*codes_of(keys, scheme), scheme, torch.float32) - keys).square().mean().sqrt()
+    assert errors[INT8_CHANNEL] < 0.01 < 0.2 < errors[INT8_TOKEN]
+    assert kv_scheme("int8", latent=True) == KVScheme(key=INT8_TOKEN, value=INT8_TOKEN)
 
 
 def test_int4_nibbles_are_the_halves_of_a_head():

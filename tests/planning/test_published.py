@@ -241,13 +241,14 @@ def both(bits, granularity="token", **scales):
     [
         (BF16, 131_072, 1.00),
         (FP8, 65_536, 2.00),
-        (INT8, 66_560, 1.97),
+        (both(8, scale_bytes=2), 66_560, 1.97),
         (both(8, scale_bytes=4), 67_584, 1.94),
         (both(4, scale_bytes=2, zero_bytes=2), 34_816, 3.76),
         (both(4, group_size=32, scale_bytes=2), 36_864, 3.56),
         (both(4, group_size=64, scale_bytes=2, zero_bytes=2), 36_864, 3.56),
         (both(4, group_size=32, scale_bytes=2, zero_bytes=2), 40_960, 3.20),
-        (INT4, 35_840, 3.66),  # keys per channel over pages of 64, values per token
+        (INT8, 68_096, 1.92),  # keys per channel over pages of 64, values per token
+        (INT4, 35_840, 3.66),
     ],
 )
 def test_cache_forms_of_llama_8b(form, bytes_per_token, compression):

@@ -17,8 +17,8 @@ from quantkit.compress.calibration.observers import own_turns
 from quantkit.distributed import gather
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.huggingface.layer_call import Batch, cache_argument
-from quantkit.numerics.dtype import FP8, INT4
-from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_CHANNEL, INT8_TOKEN, CacheGoal, scheme_to_dict
+from quantkit.numerics.dtype import FP8, INT4, INT8
+from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_CHANNEL, INT8_CHANNEL, INT8_TOKEN, CacheGoal, scheme_to_dict
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.results import CacheRecord
 
@@ -27,6 +27,7 @@ MOST_NOISE = 0.1
 
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
+_BY_CHANNEL = {INT4: INT4_CHANNEL, INT8: INT8_CHANNEL}
 
 
 class _Seen(Exception):
@@ -150,9 +151,10 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
         return goal.scheme
     names = tuple(_REMEDIES) if goal.remedy == "auto" else (goal.remedy, "leave")
     for name in names:
-        remedy = _REMEDIES[name]
-        # The remedy "channel" keeps the number type, and only int4 caches have ranges per channel.
-        if remedy == goal.scheme.key or (name == "channel" and goal.scheme.key.dtype is not INT4):
+        dtype = goal.scheme.key.dtype
+        # The remedy "channel" keeps the number type.
+        remedy = _BY_CHANNEL.get(dtype, goal.scheme.key) if name == "channel" and dtype else _REMEDIES[name]
+        if remedy == goal.scheme.key:
             continue
         # A remedy also replaces the rotation.
         if noise(statistics, remedy, rotated=False) <= MOST_NOISE:

@@ -13,7 +13,12 @@ from quantkit.numerics.scheme import ActivationScheme, CacheScheme, KVScheme, We
 
 # Default granularity of number types; "token" for types not listed. Floats work with one scale for all tokens; integers
 # need one scale per token. int4 keys need one per channel: keys differ in size far more by channel than by token.
-_GRANULARITY = {("keys", "fp8"): "tensor", ("values", "fp8"): "tensor", ("keys", "int4"): "channel"}
+_GRANULARITY = {
+    ("keys", "fp8"): "tensor",
+    ("values", "fp8"): "tensor",
+    ("keys", "int8"): "channel",
+    ("keys", "int4"): "channel",
+}
 
 
 def weight_fields(weights: schema.WeightsSection) -> dict[str, Any]:

@@ -156,6 +156,19 @@ static void gather_page(const kv_new_states *s, int64_t row, int64_t head, int64
     }
 }
 
+/* Return the scale and the zero of the codes for numbers between two bounds. */
+QK_INLINE __m512 channel_grid(__m512 low, __m512 high, int type, __m512 *zero) {
+    if (type == KV_INT4) {
+        *zero = round_down(low);
+        return round_up(_mm512_div_ps(_mm512_sub_ps(high, *zero), _mm512_set1_ps(15)));
+    }
+    __m512 middle = _mm512_mul_ps(_mm512_add_ps(low, high), _mm512_set1_ps(0.5f));
+    middle = _mm512_min_ps(_mm512_set1_ps(LARGEST), _mm512_max_ps(_mm512_set1_ps(-LARGEST), middle));
+    *zero = _mm512_cvtph_ps(_mm512_cvtps_ph(middle, 8));
+    __m512 reach = _mm512_max_ps(_mm512_sub_ps(high, *zero), _mm512_sub_ps(*zero, low));
+    return round_up(_mm512_div_ps(reach, _mm512_set1_ps(127)));
+}
+
 /* Store the scales and zeros of all channels, then the codes. `keys` (tokens, stride) is overwritten with unrounded
    codes. */
 static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, float *keys, int64_t stride) {
@@ -169,7 +182,7 @@ static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, flo
             __m512 v = _mm512_loadu_ps(keys + t * stride + k);
             low = _mm512_min_ps(low, v), high = _mm512_max_ps(high, v);
         }
-        __m512 zero = round_down(low), scale = round_up(_mm512_div_ps(_mm512_sub_ps(high, zero), _mm512_set1_ps(15)));
+        __m512 zero, scale = channel_grid(low, high, (int)array->type, &zero);
         __mmask16 lanes = qk_lanes(k, width);
         _mm256_mask_storeu_epi16(scales + k, lanes, _mm512_cvtps_ph(scale, 8));
         _mm256_mask_storeu_epi16(zeros + k, lanes, _mm512_cvtps_ph(zero, 8));
@@ -178,13 +191,19 @@ static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, flo
             _mm512_storeu_ps(at, _mm512_div_ps(_mm512_sub_ps(_mm512_loadu_ps(at), zero), scale));
         }
     }
-    for (int64_t t = 0; t < tokens; t++)
+    for (int64_t t = 0; t < tokens; t++) {
+        uint8_t *to = kv_codes(layer, array, page, head, t);
+        const float *from = keys + t * stride;
+        if (array->type == KV_INT8) {
+            store_int8(to, (const uint8_t *)from, width, QK_F32, _mm512_set1_ps(1));
+            continue;
+        }
         for (int64_t k = 0; k < width / 2; k += 16) {
             __mmask16 lanes = qk_lanes(k, width / 2);
-            const float *at = keys + t * stride + k;
-            pack_int4(kv_codes(layer, array, page, head, t) + k, lanes, _mm512_maskz_loadu_ps(lanes, at),
-                      _mm512_maskz_loadu_ps(lanes, at + width / 2));
+            pack_int4(to + k, lanes, _mm512_maskz_loadu_ps(lanes, from + k),
+                      _mm512_maskz_loadu_ps(lanes, from + width / 2 + k));
         }
+    }
 }
 
 /* Store in the pool the pages that this step completes, then store the newest keys in the residual window. Returns 0,

@@ -52,6 +52,20 @@ def _int4_codes(x, scale, zero):
 
 
 @triton.jit
+def _int8_grid(low, high):
+    """Return the fp16 scale and zero of signed INT8 codes for numbers between two bounds."""
+    zero = tl.minimum(tl.maximum((low + high) * 0.5, -65504.0), 65504.0).to(tl.float16)
+    middle = zero.to(tl.float32)
+    return _round_up(tl.div_rn(tl.maximum(high - middle, middle - low), 127.0)), zero
+
+
+@triton.jit
+def _int8_codes(x, scale, zero):
+    code = round_even(tl.div_rn(x - zero, scale))
+    return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def _store_token(
     source, codes, scale, zero, page, head, inside, code_strides, scale_strides, fixed_scale,
     KIND: tl.constexpr, GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -207,30 +221,38 @@ def enter(
 
 
 @triton.jit
-def _half_of_page(
-    fresh, window, positions, cached, channel, real, scale, zero, token_stride, slot_stride, RESIDUAL: tl.constexpr,
+def _channels_of_page(
+    fresh, window, positions, cached, channel, real, scale, zero, token_stride, slot_stride,
+    KIND: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Return the INT4 codes (PAGE, CHANNELS) of some channels of a page, and store their scales and zeros."""
+    """Return the codes (PAGE, CHANNELS) of some channels of a page, and store their scales and zeros."""
     is_old = (positions < cached)[:, None]
     slots, tokens = (positions % RESIDUAL).to(tl.int64), (positions - cached).to(tl.int64)
     older = tl.load(window + slots[:, None] * slot_stride + channel[None, :], mask=is_old & real[None, :], other=0.0)
     at = fresh + tokens[:, None] * token_stride + channel[None, :]
     newer = tl.load(at, mask=(is_old == 0) & real[None, :], other=0.0).to(window.dtype.element_ty)
     x = tl.where(is_old, older, newer).to(tl.float32)
-    step, origin = _int4_grid(tl.min(x, 0), tl.max(x, 0))
+    low, high = tl.min(x, 0), tl.max(x, 0)
+    if KIND == 3:
+        step, origin = _int4_grid(low, high)
+        chosen = _int4_codes(x, step.to(tl.float32)[None, :], origin.to(tl.float32)[None, :])
+    else:
+        step, origin = _int8_grid(low, high)
+        chosen = _int8_codes(x, step.to(tl.float32)[None, :], origin.to(tl.float32)[None, :])
     tl.store(scale + channel, step, mask=real)
     tl.store(zero + channel, origin, mask=real)
-    return _int4_codes(x, step.to(tl.float32)[None, :], origin.to(tl.float32)[None, :])
+    return chosen
 
 
 @triton.jit
 def _store_keys_kernel(
     key, residual, residual_rows, query_starts, positions, page_table, codes, scale, zero,
     key_strides, residual_strides, table_stride, code_strides, scale_strides,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
+    KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Quantize and store one page of one sequence in one head. The program of the first page also stores the newest
-    keys in the residual window. WIDTH is half the number of channels; channel i shares a byte with channel i + WIDTH.
+    keys in the residual window. With INT4, WIDTH is half the number of channels: channel i shares a byte with channel i
+    + WIDTH.
     """
     number, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(query_starts + sequence)
@@ -246,20 +268,22 @@ def _store_keys_kernel(
         lanes = tl.arange(0, PAGE)
         base = page * scale_strides[0] + head * scale_strides[1]
         target = codes + page * code_strides[0] + head * code_strides[1]
-        # Some channels at a time, because registers hold all tokens of a page, for both halves of the bytes.
+        # Some channels at a time, because registers hold all tokens of a page, for INT4 of both halves of the bytes.
         CHANNELS: tl.constexpr = 16
         for first in range(0, WIDTH, CHANNELS):
             some = first + tl.arange(0, CHANNELS)
-            low = _half_of_page(
+            stored = _channels_of_page(
                 fresh, window, index * PAGE + lanes, cached, some, some < WIDTH, scale + base, zero + base,
-                key_strides[0], residual_strides[2], RESIDUAL,
+                key_strides[0], residual_strides[2], KIND, RESIDUAL,
             )  # fmt: skip
-            high = _half_of_page(
-                fresh + WIDTH, window + WIDTH, index * PAGE + lanes, cached, some, some < WIDTH, scale + base + WIDTH,
-                zero + base + WIDTH, key_strides[0], residual_strides[2], RESIDUAL,
-            )  # fmt: skip
+            if KIND == 3:
+                high = _channels_of_page(
+                    fresh + WIDTH, window + WIDTH, index * PAGE + lanes, cached, some, some < WIDTH,
+                    scale + base + WIDTH, zero + base + WIDTH, key_strides[0], residual_strides[2], KIND, RESIDUAL,
+                )  # fmt: skip
+                stored = stored | (high << 4)
             at = lanes.to(tl.int64)[:, None] * code_strides[2] + some[None, :]
-            tl.store(target + at, low | (high << 4), mask=(some < WIDTH)[None, :])
+            tl.store(target + at, stored, mask=(some < WIDTH)[None, :])
     if number == 0:
         tl.debug_barrier()  # every thread has read the window before one writes there
         channels = tl.arange(0, BLOCK)
@@ -269,7 +293,7 @@ def _store_keys_kernel(
             mask = (tokens < count)[:, None] & (channels < WIDTH)[None, :]
             slots = ((cached + tokens) % RESIDUAL).to(tl.int64)[:, None] * residual_strides[2]
             at = fresh + tokens.to(tl.int64)[:, None] * key_strides[0]
-            for half in tl.static_range(2):
+            for half in tl.static_range(2 if KIND == 3 else 1):
                 newest = tl.load(at + half * WIDTH + channels[None, :], mask=mask, other=0.0)
                 here = window + slots + half * WIDTH + channels[None, :]
                 tl.store(here, newest.to(residual.dtype.element_ty), mask=mask)
@@ -292,7 +316,7 @@ def store_keys(key: Tensor, views: KVViews, batch: ForwardBatch) -> Tensor:
     _store_keys_kernel[pages, layout.num_heads, len(batch.query_lengths)](
         key, views.key_residual, batch.residual_rows, batch.query_starts, batch.positions, batch.page_table,
         *page_tensors(views)[:3], key.stride()[:2], residual_strides(views), batch.page_table.stride(0),
-        *strides(views)[:2], WIDTH=constants["K_WIDTH"], BLOCK=constants["K_BLOCK"], PAGE=size,
-        RESIDUAL=constants["RESIDUAL"], num_warps=4,
+        *strides(views)[:2], KIND=constants["K_KIND"], WIDTH=constants["K_WIDTH"], BLOCK=constants["K_BLOCK"],
+        PAGE=size, RESIDUAL=constants["RESIDUAL"], num_warps=4,
     )  # fmt: skip
     return key

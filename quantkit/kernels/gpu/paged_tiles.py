@@ -3,10 +3,11 @@
 """Tiles of cached pages inside attention: key scores, and values in a running softmax, in every KV type.
 
 Products use the codes as small integers. Scales per token multiply scores and probabilities; scales per channel
-multiply the query, once per tile. INT4 needs two half products, one for the low and one for the high nibbles: queries
-and sums are then split into two halves of their channels (HALVED), and widths and blocks refer to one half. Three
-arguments are tuples: `query` is (low half, high half); `pages` is (codes, scales, zeros, strides of codes, strides of
-scales); `state`, of the softmax, is (largest score, sum of weights, weighted values of the low half, of the high half).
+multiply the query (INT4) or the keys (INT8), once per tile. INT4 needs two half products, one for the low and one for
+the high nibbles: queries and sums are then split into two halves of their channels (HALVED), and widths and blocks
+refer to one half. Three arguments are tuples: `query` is (low half, high half); `pages` is (codes, scales, zeros,
+strides of codes, strides of scales); `state`, of the softmax, is (largest score, sum of weights, weighted values of the
+low half, of the high half).
 Shapes: ROWS of queries, TILE tokens of a page; layouts: `kernels.layouts`.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 
@@ -181,10 +182,17 @@ def _score_tile(
     scale, zero = pages[1], pages[2]
     loaded, base = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
     empty = tl.zeros((q.shape[0], inside.shape[0]), tl.float32)
-    if KIND != 3:
+    if KIND != 3 and GRANULARITY != 2:
         scores = _score(q, _numbers(loaded, KIND, NATIVE_FP8, q.dtype), empty)
         if GRANULARITY == 1:
             scores *= factors[0]
+    elif KIND != 3:
+        real = tl.arange(0, BLOCK) < WIDTH
+        at = base + tl.arange(0, BLOCK)
+        shift = tl.sum(q.to(tl.float32) * _load_row(zero + at, real), 1)
+        # Unlike below, scales join the keys: of wide heads, the registers cannot hold the query twice.
+        keys = _numbers(loaded, KIND, NATIVE_FP8, tl.float32) * _load_row(scale + at, real)
+        scores = _score(q, keys.to(q.dtype), empty) + shift[:, None]
     elif GRANULARITY == 1:
         # q . (code * scale + zero) is (q . code) * scale + sum(q) * zero, so zeros need no product.
         total = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)

@@ -2,7 +2,8 @@
 
 Scales and zeros are fp16, rounded so that they still cover the range (zero down, scale up), and codes are computed with
 the rounded values. So an error is at most half a step for any range. A code's value is code * scale + zero. INT8 codes
-are signed and have no zero. INT4 codes are 0..15, packed as drawn in `layouts`. Shapes: `...` stands for any leading
+are signed: they have no zero, or a zero in the middle of the range. INT4 codes are 0..15, packed as drawn in `layouts`.
+Shapes: `...` stands for any leading
 dimensions, D for channels.
 """
 
@@ -54,6 +55,12 @@ def codes_of(
         stored = _to_fp8(codes) if scheme.dtype is FP8 else codes.round_().clamp_(-limit, limit).to(torch.int8)
         return stored.view(torch.uint8), scale.squeeze(axis), None
     low, high = single.amin(axis, keepdim=True), single.amax(axis, keepdim=True)
+    if scheme.dtype is INT8:
+        zero = ((low + high) / 2).clamp_(-_LARGEST, _LARGEST).to(SCALE_DTYPE)
+        middle = zero.float()
+        scale = _round_up(torch.maximum(high - middle, middle - low) / INT8.maximum)
+        numbers = ((single - middle) / scale.float()).round_().clamp_(-INT8.maximum, INT8.maximum).to(torch.int8)
+        return numbers.view(torch.uint8), scale.squeeze(axis), zero.squeeze(axis)
     zero = (low - low.abs() * _HALF_ULP - _HALF_TINY).clamp_(-_LARGEST, _LARGEST).to(SCALE_DTYPE)
     scale = _round_up((high - zero.float()) / INT4.full_range)
     codes = ((single - zero.float()) / scale.float()).round_().clamp_(0, INT4.full_range).to(torch.uint8)

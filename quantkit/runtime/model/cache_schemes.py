@@ -24,11 +24,13 @@ class StoredCache:
         schemes: scheme of each layer according to config.json; None = config.json has none.
         scales: fixed scales of keys and of values of each layer; None for a layer without.
         note: why quantkit ignores settings or scales of the checkpoint; empty if it follows all of them.
+        latent: whether keys are also values.
     """
 
     schemes: tuple[KVScheme, ...] | None = None
     scales: tuple[tuple[Scales, Scales] | None, ...]
     note: str = ""
+    latent: bool = False
 
     def choose(self, name: str | None) -> tuple[LayerCache, ...]:
         """Return the cache scheme of each layer for a short name; see `layouts.kv_scheme`.
@@ -39,7 +41,7 @@ class StoredCache:
         Raises:
             SchemeError: the name is unknown.
         """
-        preset = KVScheme() if name is None else kv_scheme(name)
+        preset = KVScheme() if name is None else kv_scheme(name, latent=self.latent)
         if name == "auto" and self.schemes is not None:
             return tuple(map(_with_scales, self.schemes, self.scales))
         if name == "fp8" and None not in self.scales:
@@ -94,7 +96,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
                 f"{reader.path}: config.json says that KV cache scales are stored, but {names[index]}.k_scale and "
                 "v_scale are missing; calibrate again, or choose another KV type with --kv-cache"
             )
-    return StoredCache(schemes=schemes, scales=scales, note=note)
+    return StoredCache(schemes=schemes, scales=scales, note=note, latent=bool(config.latent))
 
 
 def follows_checkpoint(path: str | Path) -> bool:

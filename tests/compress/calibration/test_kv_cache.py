@@ -21,6 +21,7 @@ from quantkit.numerics.kv_cache import (
     FP8_TOKEN,
     INT4_CHANNEL,
     INT4_TOKEN,
+    INT8_CHANNEL,
     INT8_TOKEN,
     CacheGoal,
     hadamard,
@@ -58,7 +59,7 @@ def test_statistics_are_what_they_are_called():
     )
 
 
-@pytest.mark.parametrize("scheme", [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, FP8_TOKEN, FP8_TENSOR], ids=str)
+@pytest.mark.parametrize("scheme", [INT4_TOKEN, INT4_CHANNEL, INT8_TOKEN, INT8_CHANNEL, FP8_TOKEN, FP8_TENSOR], ids=str)
 @pytest.mark.parametrize("outlier", [1.0, 6.0])
 def test_the_noise_is_what_rounding_does_to_an_ordinary_channel(scheme, outlier):
     keys = states(outlier=outlier)
@@ -88,7 +89,8 @@ REMEDIES = [
     (INT4_TOKEN, "fp8", 500.0, FP8_TOKEN),
     (INT4_TOKEN, "leave", 100.0, CacheScheme()),
     (INT8_TOKEN, "auto", 20.0, INT8_TOKEN),
-    (INT8_TOKEN, "auto", 500.0, FP8_TOKEN),
+    (INT8_TOKEN, "auto", 500.0, INT8_CHANNEL),
+    (INT8_CHANNEL, "auto", 500.0, INT8_CHANNEL),
     (INT4_CHANNEL, "auto", 500.0, INT4_CHANNEL),
     (FP8_TENSOR, "auto", 500.0, FP8_TENSOR),
     (FP8_TENSOR, "auto", 1e6, CacheScheme()),

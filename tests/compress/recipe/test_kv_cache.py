@@ -10,7 +10,7 @@ from quantkit.errors import RecipeError
 
 DEFAULTS = {
     "fp8": "keys fp8 per tensor, values fp8 per tensor",
-    "int8": "keys int8 per token, values int8 per token",
+    "int8": "keys int8 per channel asymmetric, values int8 per token",
     "int4": "keys int4 per channel asymmetric, values int4 per token asymmetric",
 }
 
@@ -52,7 +52,7 @@ REFUSED = [
     ({"kv_cache": {"dtype": "fp9"}}, "kv_cache.dtype"),
     ({"kv_cache": {"dtype": "int2"}}, "a KV cache cannot store keys as int2"),
     ({"kv_cache": {"dtype": "fp8", "granularity": "row"}}, "kv_cache.granularity: expected"),
-    ({"kv_cache": {"dtype": "int8", "granularity": "channel"}}, "a KV cache cannot store keys as int8 per channel"),
+    ({"kv_cache": {"dtype": "int8", "granularity": "channel"}}, "a KV cache cannot store values as int8 per channel"),
     (
         {"kv_cache": {"dtype": "int4", "values": {"granularity": "channel"}}},
         "cannot store values as int4 per channel",

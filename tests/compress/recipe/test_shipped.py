@@ -32,7 +32,7 @@ MEANING = {
 }
 CACHES = {
     "awq-int4-kv4": "keys int4 per channel asymmetric, values int4 per token asymmetric",
-    "awq-int4-kv8": "keys int8 per token, values int8 per token",
+    "awq-int4-kv8": "keys int8 per channel asymmetric, values int8 per token",
     "kv-fp8": "keys fp8 per tensor, values fp8 per tensor",
 }
 
