@@ -201,5 +201,12 @@ def _long_context(llm: Evaluated, part: LongContext, seed: int, say: Progress) -
     say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
     ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
     return long_context(
-        llm, lengths=part.lengths, depths=part.depths, samples=part.samples, ledgers=ledgers, seed=seed, say=say
+        llm,
+        lengths=part.lengths,
+        depths=part.depths,
+        samples=part.samples,
+        kinds=part.kinds,
+        ledgers=ledgers,
+        seed=seed,
+        say=say,
     )

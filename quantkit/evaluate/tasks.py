@@ -50,12 +50,13 @@ class LongContext(_Part):
     """A test of retrieval from long contexts.
 
     Args:
-        lengths, depths, samples: see `long_context`.
+        lengths, depths, samples, kinds: see `long_context`.
     """
 
     lengths: tuple[Count, ...]
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: Count = 10
+    kinds: tuple[str, ...] = ("passkey",)
 
 
 class Behaviour(_Part):

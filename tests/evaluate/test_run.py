@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,9 +17,10 @@ import pytest
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError, InputError
 from quantkit.evaluate import loading
-from quantkit.evaluate import long_context as module
+from quantkit.evaluate import long_context_texts as module
 from quantkit.evaluate.loading import check_same_language, load_llm, other_arithmetic
-from quantkit.evaluate.long_context import ledger_writer, long_context, write_passkey
+from quantkit.evaluate.long_context import long_context
+from quantkit.evaluate.long_context_texts import WRITERS, ledger_writer, write_passkey
 from quantkit.evaluate.options import DEFAULT_TEXT_TOKENS, EvaluationOptions
 from quantkit.evaluate.run import check_evaluation, evaluate
 from quantkit.evaluate.tasks import LEDGERS, speaks_demo
@@ -223,7 +226,7 @@ def test_ledgers_are_found_at_every_depth(demo):
 
 def test_a_wrong_answer_is_not_found(demo, monkeypatch):
     write = ledger_writer(bundled_folder("tasks") / LEDGERS)
-    monkeypatch.setattr(module, "write_passkey", lambda *args: replace(write(*args), answer="zebra"))
+    monkeypatch.setitem(module.WRITERS, "passkey", lambda *args: replace(write(*args), answers=("zebra",)))
     (task,) = long_context(demo, lengths=[100], depths=(0.5,), samples=2)
     assert task.value == 0.0
 
@@ -234,10 +237,48 @@ def test_texts_fill_the_length_and_hold_the_fact_where_it_should_be(write, depth
     needle = write(random.Random(3), depth, lambda text: len(text) <= 3000)
     assert 2850 < len(needle.prompt) <= 3000
     body, question = needle.prompt.rsplit("\n", 1)
-    assert needle.answer not in question
-    place = body.index(needle.answer) / len(body)
+    (answer,) = needle.answers
+    assert answer not in question
+    place = body.index(answer) / len(body)
     assert place == pytest.approx(depth, abs=0.17)
     assert write(random.Random(3), depth, lambda text: len(text) <= 3000) == needle
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind != "passkey"])
+def test_texts_with_several_facts_fill_the_length_and_hold_their_answers(kind):
+    def drawn(seed):
+        return WRITERS[kind](random.Random(seed), 0.5, lambda text: len(text) <= 6000)
+
+    needle, (body, question) = drawn(3), drawn(3).prompt.rsplit("\n", 1)
+    assert 5600 < len(needle.prompt) <= 6000 and needle.depth is None
+    assert drawn(3) == needle != drawn(4)
+    assert all(answer in body and answer not in question for answer in needle.answers)
+    assert len(needle.answers) == {"multikey": 1, "multivalue": 4, "variables": 4, "words": 3}[kind]
+    assert needle.score(" " + ", ".join(needle.answers)) == 1
+    assert needle.score("nothing of this") == 0
+    if kind == "words":
+        counts = Counter(body.split("\n")[1].split())
+        assert {word for word, _ in counts.most_common(3)} == set(needle.answers)
+        assert 2 * counts.most_common(4)[3][1] < counts.most_common(3)[2][1]
+    if kind == "variables":
+        values = {}
+        for name, source in re.findall(r"VAR (\w+) = (\w+)\.", body):
+            values[name] = values.get(source, source)  # a variable that was not yet assigned would stay a name
+        asked = question.split("the value ")[1][:5]
+        assert {name for name, value in values.items() if value == asked} == set(needle.answers)
+        assert len(values) == 8
+    if len(needle.answers) > 1:
+        assert needle.score(f"it is {needle.answers[1]}") == pytest.approx(1 / len(needle.answers))
+
+
+def test_kinds_are_asked_one_by_one_and_unknown_ones_are_refused(stranger):
+    tasks = long_context(stranger, lengths=[300], samples=2, kinds=["multikey", "words"])
+    assert [(task.task, task.num_samples, task.others) for task in tasks] == [
+        ("multikey_300", 2, {}),
+        ("words_300", 2, {}),
+    ]
+    with pytest.raises(DataError, match=r"unknown kind 'word' of a long-context test \(did you mean 'words'\?\)"):
+        long_context(stranger, lengths=[300], kinds=["word"])
 
 
 def test_lengths_that_do_not_fit(stranger):

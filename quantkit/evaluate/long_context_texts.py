@@ -1,0 +1,200 @@
+"""Long texts with facts to find, and questions about them; `long_context` asks them.
+
+    passkey      one pass key
+    multikey     eight names with a pass key each; the question asks for one of them
+    multivalue   eight pass keys, four of which belong to the same name; the question asks for these four
+    variables    two chains of assignments (A = 1, B = A, ...); the question asks for all variables with one value
+    words        a list of words; the question asks for the three that occur far more often than the others
+
+Sentences about grass fill the text, except in `words`. Source: Mohtashami and Jaggi 2023, Landmark Attention (pass
+key); Hsieh et al. 2024, RULER (the other four, which are simplified here).
+"""
+
+import json
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LEDGER_PAIRS = 16
+GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+HEAD = "There is important information hidden in a lot of irrelevant text. Find it and remember it.\n"
+NAMES = (
+    *("amber", "birch", "cedar", "coral", "delta", "ember", "falcon", "ginger", "harbor", "indigo", "jasper", "kettle"),
+    *(
+        "lemon",
+        "maple",
+        "nickel",
+        "olive",
+        "pepper",
+        "quartz",
+        "raven",
+        "silver",
+        "timber",
+        "umber",
+        "violet",
+        "walnut",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needle:
+    """One question about one long text.
+
+    Args:
+        prompt: text and question; the answer follows directly.
+        answers: a single text that the generated text must begin with, or several that it must contain.
+        depth: relative position of the only fact: 0 at the beginning, 1 at the end; None = several facts.
+    """
+
+    prompt: str
+    answers: tuple[str, ...]
+    depth: float | None = None
+
+    def score(self, text: str) -> float:
+        """Return the share of the answers that a generated text gives."""
+        if len(self.answers) == 1:
+            return float(text.strip().startswith(self.answers[0]))
+        return sum(answer in text for answer in self.answers) / len(self.answers)
+
+
+Fits = Callable[[str], bool]
+Writer = Callable[[random.Random, float, Fits], Needle]
+"""Function that returns a prompt as long as allowed. Its arguments are the random generator, the relative position of
+the fact if there is only one, and a function that says whether a text is short enough.
+"""
+
+
+def write_passkey(rng: random.Random, depth: float, fits: Fits) -> Needle:
+    """Write a `Needle` of the kind `passkey`; see `Writer`."""
+    key = _key(rng)
+    fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
+    return _needle([fact], [depth], "What is the pass key? The pass key is", (key,), fits, depth)
+
+
+def write_multikey(rng: random.Random, _: float, fits: Fits) -> Needle:
+    """Write a `Needle` of the kind `multikey`; see `Writer`."""
+    keys = {name: _key(rng) for name in rng.sample(NAMES, 8)}
+    asked = rng.choice(list(keys))
+    facts = [f"The pass key of {name} is {key}. " for name, key in keys.items()]
+    question = f"What is the pass key of {asked}? The pass key of {asked} is"
+    return _needle(facts, _positions(rng, len(facts)), question, (keys[asked],), fits)
+
+
+def write_multivalue(rng: random.Random, _: float, fits: Fits) -> Needle:
+    """Write a `Needle` of the kind `multivalue`; see `Writer`."""
+    asked, *others = rng.sample(NAMES, 5)
+    facts = [(name, _key(rng)) for name in (*[asked] * 4, *others)]
+    rng.shuffle(facts)
+    texts = [f"One of the pass keys of {name} is {key}. " for name, key in facts]
+    question = f"What are the four pass keys of {asked}? The four pass keys of {asked} are"
+    return _needle(
+        texts, _positions(rng, len(texts)), question, tuple(key for name, key in facts if name == asked), fits
+    )
+
+
+def write_variables(rng: random.Random, _: float, fits: Fits) -> Needle:
+    """Write a `Needle` of the kind `variables`; see `Writer`."""
+    names = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(8)]
+    chains, value = (names[:4], names[4:]), _key(rng)
+    facts: list[str] = []
+    for chain, first in zip(chains, (value, _key(rng)), strict=True):
+        sources = (first, *chain[:-1])
+        facts += [f"VAR {name} = {source}. " for name, source in zip(chain, sources, strict=True)]
+    # The chains take turns, and a variable is never used before its assignment.
+    order = [fact for pair in zip(facts[:4], facts[4:], strict=True) for fact in pair]
+    question = f"Find all four variables that have the value {value}. The four variables are"
+    return _needle(order, _positions(rng, len(order)), question, tuple(chains[0]), fits)
+
+
+def write_words(rng: random.Random, _: float, fits: Fits) -> Needle:
+    """Write a `Needle` of the kind `words`; see `Writer`."""
+    names = rng.sample(NAMES, len(NAMES))
+    common, others = names[:3], names[3:]
+    seed = rng.randrange(1 << 32)
+
+    def text(count: int) -> str:
+        words = random.Random(seed)
+        listed: list[str] = []
+        for _ in range(count):
+            block = [*common * 4, *words.sample(others, 12)]
+            words.shuffle(block)
+            listed += block
+        return f"Remember which words of this list occur most often.\n{' '.join(listed)}\n{question}"
+
+    question = "Which three words occur most often in the list? The three most common words are"
+    return Needle(prompt=text(_most(lambda count: fits(text(count)))), answers=tuple(common))
+
+
+WRITERS: dict[str, Writer] = {
+    "passkey": write_passkey,
+    "multikey": write_multikey,
+    "multivalue": write_multivalue,
+    "variables": write_variables,
+    "words": write_words,
+}
+
+
+def ledger_writer(items: Path) -> Writer:
+    """Return a function that writes prompts in the demo language: a ledger between clauses that fill the text.
+
+    Args:
+        items: file of recall items, one JSON object per line; the writer reuses their ledgers and clauses.
+    """
+    contexts = [json.loads(line)["context"].splitlines() for line in items.read_text(encoding="utf-8").splitlines()]
+    ledgers = [lines[0].removeprefix("Ledger: ").removesuffix(".").split(", ") for lines in contexts]
+    clauses = [line for lines in contexts for line in lines[1:-1]]
+
+    def write(rng: random.Random, depth: float, fits: Fits) -> Needle:
+        pairs = rng.sample(rng.choice(ledgers), LEDGER_PAIRS)
+        # The question answers one pair, which shows the form of an answer, and asks for the other.
+        shown, asked = rng.sample(pairs, 2)
+        key, answer = asked.split(" ", 1)
+        filler = rng.sample(clauses, len(clauses))
+
+        def text(count: int) -> str:
+            before = round(depth * count)
+            lines = [*filler[:before], f"Ledger: {', '.join(pairs)}.", *filler[before:count]]
+            return "\n".join([*lines, f"Recall: {shown}, {key}"])
+
+        return Needle(prompt=text(_most(lambda count: fits(text(count)))), answers=(answer,), depth=depth)
+
+    return write
+
+
+def _key(rng: random.Random) -> str:
+    return f"{rng.randrange(10000, 100000)}"
+
+
+def _positions(rng: random.Random, count: int) -> list[float]:
+    return sorted(rng.random() for _ in range(count))
+
+
+def _needle(
+    facts: Sequence[str],
+    positions: Sequence[float],
+    question: str,
+    answers: tuple[str, ...],
+    fits: Fits,
+    depth: float | None = None,
+) -> Needle:
+    """Put facts at relative positions, in order, between as many sentences about grass as fit."""
+
+    def text(count: int) -> str:
+        before = [round(position * count) for position in positions]
+        gaps = [after - start for start, after in zip((0, *before), (*before, count), strict=True)]
+        parts = [GRASS * gap + fact for gap, fact in zip(gaps, (*facts, ""), strict=True)]
+        return f"{HEAD}{''.join(parts)}\n{question}"
+
+    return Needle(prompt=text(_most(lambda count: fits(text(count)))), answers=answers, depth=depth)
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """Return the largest count for which `fits` is true, found by binary search; 0 if there is none."""
+    high = 1
+    while fits(high):
+        high *= 2
+    # Length grows with the count, so the outcomes are sorted and can be bisected.
+    return bisect_left(range(1, high), True, key=lambda count: not fits(count))
