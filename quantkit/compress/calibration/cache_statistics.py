@@ -42,6 +42,7 @@ class HeadStatistics:
             # Partial pages have narrower ranges, which would lower the mean; they count only if no page came before.
             if page.shape[2] == PAGE_TOKENS or not self._num_pages:
                 self._add("page_range", (page.amax(2) - page.amin(2)).double().square().sum(0))
+                self._add("page_variance", page.var(2, correction=0).double().sum(0))
                 self._num_pages += page.shape[0]
         left = _SAMPLE_TOKENS - sum(part.shape[0] for part in self._sample)
         if left > 0:
@@ -73,6 +74,14 @@ class HeadStatistics:
         """
         ranges = self._sums["page_range"] / max(1, self._num_pages)
         return (ranges / self.mean_square().clamp_min(1e-30)).median(1).values
+
+    def mean_square_to_variance(self) -> Tensor:
+        """Return, for each head (H,), the mean square of its channels, divided by their variance within a page.
+
+        It is 1 if all means are zero, and large if channels have large biases.
+        """
+        variance = self._sums["page_variance"] / max(1, self._num_pages)
+        return self.mean_square().sum(1) / variance.sum(1).clamp_min(1e-30)
 
     def best_clip(self, peaks: Tensor) -> Tensor:
         """Return the share of the largest magnitude at which clipping gives FP8 codes the least squared error.

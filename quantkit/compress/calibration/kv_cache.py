@@ -25,9 +25,14 @@ from quantkit.results import CacheRecord
 MOST_NOISE = 0.1
 """Largest noise that rounding may add to keys before they count as having outlier channels; see `noise`."""
 
+MOST_FLOAT_NOISE = 0.02
+"""Like `MOST_NOISE`, for float types, whose noise has another measure. In ordinary layers of real models it is 0.002 to
+0.005, in those with large biases 0.03 to 0.4.
+"""
+
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
-_BY_CHANNEL = {INT4: INT4_CHANNEL, INT8: INT8_CHANNEL}
+_BY_CHANNEL = {INT4: INT4_CHANNEL, INT8: INT8_CHANNEL, FP8: INT8_CHANNEL}
 
 
 class _Seen(Exception):
@@ -108,12 +113,15 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
     """Estimate the noise that rounding adds to an ordinary key channel, as a share of its mean square, for the worst
     head.
 
-    Keys have outlier channels if this value exceeds `MOST_NOISE`. An outlier (a large bias of the key projection, or a
-    few channels far above the rest) widens the range that all channels of a token share. The rounding step grows with
-    the range. The noise is the step's mean square divided by 12, and is equal for all channels. An ordinary channel's
-    mean square is the median over the head's channels, which a few outliers do not change. With ranges per channel,
-    each channel has its own noise, and the result is the median over the channels. With a float type, the error of a
-    number is proportional to the number. Only subnormal numbers, which are very small, have a fixed step.
+    Keys have outlier channels if this value exceeds `MOST_NOISE`, or `MOST_FLOAT_NOISE`. An outlier (a large bias of
+    the key projection, or a few channels far above the rest) widens the range that all channels of a token share. The
+    rounding step grows with the range. The noise is the step's mean square divided by 12, and is equal for all
+    channels. An ordinary channel's mean square is the median over the head's channels, which a few outliers do not
+    change. With ranges per channel, each channel has its own noise, and the result is the median over the channels.
+
+    With a float type, the error of a number is proportional to the number. Large biases, which are about equal for all
+    tokens, thus get errors that differ between tokens. So the noise is the mean squared error of all channels, as a
+    share of their variance within a page. Only subnormal numbers, which are very small, have a fixed step.
 
     Args:
         statistics: statistics of one layer.
@@ -129,7 +137,7 @@ def noise(statistics: CacheStatistics, scheme: CacheScheme, *, rotated: bool | N
         # E4M3 has subnormals 2^-9 apart, in units of the scale, which is the peak over 448.
         subnormal = peak / FP8.maximum**2 * 2.0**-18 / 12
         # Three mantissa bits: steps of 2^-3 of the power of two below x, so (step / x)^2 / 12 is 2^-6 / 24 on average.
-        return (2.0**-6 / 24 + subnormal / typical).max().item()
+        return (2.0**-6 / 24 * keys.mean_square_to_variance() + subnormal / typical).max().item()
     if scheme.granularity == "channel":
         return (keys.page_ranges() / scheme.dtype.full_range**2 / 12).max().item()
     rounded = statistics.rotated if turned else keys
@@ -147,19 +155,23 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
     Remedies are tried in order of cost: ranges per channel instead of per token, 8 bits, unquantized keys. If the
     recipe names a remedy, only this one is tried, and the keys stay unquantized if it does not help.
     """
-    if not goal.outliers or noise(statistics, goal.scheme.key) <= MOST_NOISE:
+    if not goal.outliers or _is_small(goal.scheme.key, noise(statistics, goal.scheme.key)):
         return goal.scheme
     names = tuple(_REMEDIES) if goal.remedy == "auto" else (goal.remedy, "leave")
     for name in names:
         dtype = goal.scheme.key.dtype
-        # The remedy "channel" keeps the number type.
+        # The remedy "channel" keeps the number of bits.
         remedy = _BY_CHANNEL.get(dtype, goal.scheme.key) if name == "channel" and dtype else _REMEDIES[name]
         if remedy == goal.scheme.key:
             continue
         # A remedy also replaces the rotation.
-        if noise(statistics, remedy, rotated=False) <= MOST_NOISE:
+        if _is_small(remedy, noise(statistics, remedy, rotated=False)):
             return KVScheme(key=remedy, value=goal.scheme.value)
     return KVScheme(value=goal.scheme.value)
+
+
+def _is_small(scheme: CacheScheme, value: float) -> bool:
+    return value <= (MOST_FLOAT_NOISE if scheme.dtype is FP8 else MOST_NOISE)
 
 
 def _scales(layer: str, what: str, scheme: CacheScheme, numbers: HeadStatistics, goal: CacheGoal) -> tuple[float, ...]:
@@ -187,7 +199,7 @@ def _note(
     said = f", bias of the key projection up to {biases[0]:.3g}" if biases else ""
     return (
         f"KV cache: keys have outlier channels. Stored as {asked.key.describe()}{rotated}, their rounding noise would "
-        f"be {record.noise_asked:.2g} of an ordinary channel (largest |key| {record.largest_key:.3g} in head {head}, "
+        f"be {record.noise_asked:.2g} (largest |key| {record.largest_key:.3g} in head {head}, "
         f"channel {channel}, ordinary {record.typical_key:.3g}{said}). They are stored as {scheme.key.describe()}, "
         f"with noise {record.noise:.2g}"
     )

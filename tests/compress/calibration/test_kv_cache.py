@@ -10,7 +10,7 @@ import torch
 from quantkit.compress.calibration import kv_cache
 from quantkit.compress.calibration.cache_statistics import CacheStatistics
 from quantkit.compress.calibration.hidden_state_store import ActivationStore
-from quantkit.compress.calibration.kv_cache import MOST_NOISE, calibrate_cache, choose_scheme, noise
+from quantkit.compress.calibration.kv_cache import MOST_FLOAT_NOISE, MOST_NOISE, calibrate_cache, choose_scheme, noise
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.stream import Stream
 from quantkit.errors import CheckpointError, ModelError
@@ -68,6 +68,9 @@ def test_the_noise_is_what_rounding_does_to_an_ordinary_channel(scheme, outlier)
     decoded = decode_states(*codes_of(pages, scheme, fixed), scheme, torch.float32, fixed)
     wrong = (decoded - pages).square().mean((0, 2, 3)) / pages.square().mean((0, 2, 3))  # (H, D)
     measured = wrong.median(1).values.max().item()
+    if scheme.dtype is FP8:  # of all channels together, beside what varies within a page
+        errors = (decoded - pages).square().mean((0, 2, 3)).sum(1)
+        measured = (errors / pages.var(3, correction=0).mean((0, 2)).sum(1)).max().item()
     assert noise(seen(keys), scheme) == pytest.approx(measured, rel=0.25)
 
 
@@ -93,8 +96,19 @@ REMEDIES = [
     (INT8_CHANNEL, "auto", 500.0, INT8_CHANNEL),
     (INT4_CHANNEL, "auto", 500.0, INT4_CHANNEL),
     (FP8_TENSOR, "auto", 500.0, FP8_TENSOR),
-    (FP8_TENSOR, "auto", 1e6, CacheScheme()),
+    (FP8_TENSOR, "auto", 1e6, INT8_CHANNEL),
+    (FP8_TENSOR, "leave", 1e6, CacheScheme()),
 ]
+
+
+def test_large_biases_are_too_much_for_floats_and_not_for_ranges_per_channel():
+    """As in Qwen2: their rounding errors, a share of the bias, differ from token to token."""
+    keys = states(outlier=1.0)
+    keys[..., 5] += 150
+    statistics, goal = seen(keys), CacheGoal(scheme=KVScheme(key=FP8_TENSOR, value=FP8_TENSOR))
+    assert noise(statistics, FP8_TENSOR) > 10 * MOST_FLOAT_NOISE
+    assert choose_scheme(statistics, goal).key == INT8_CHANNEL
+    assert noise(seen(states(outlier=1.0)), FP8_TENSOR) < MOST_FLOAT_NOISE / 5
 
 
 @pytest.mark.parametrize(("asked", "remedy", "outlier", "expected"), REMEDIES)
@@ -103,7 +117,7 @@ def test_the_first_remedy_that_helps(asked, remedy, outlier, expected):
     statistics = seen(states(outlier=outlier))
     scheme = choose_scheme(statistics, goal)
     assert scheme == KVScheme(key=expected, value=INT8_TOKEN)
-    assert noise(statistics, scheme.key) <= MOST_NOISE
+    assert noise(statistics, scheme.key) <= (MOST_FLOAT_NOISE if scheme.key.dtype is FP8 else MOST_NOISE)
     assert choose_scheme(statistics, dataclasses.replace(goal, outliers=False)).key == asked
 
 
