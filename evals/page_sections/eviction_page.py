@@ -22,7 +22,7 @@ TASKS = {
     ("demo", "perplexity"): "perplexity, demo",
     ("babyllama-361", "perplexity"): "perplexity, babyllama-361",
 }
-TYPES = {"bf16": "16 bit", "int8": "INT8", "int4": "INT4"}
+TYPES = {"bf16": "16 bit", "int8": "INT8, keys per token", "int4": "INT4"}
 Row = dict[str, Any]
 
 

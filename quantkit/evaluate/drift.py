@@ -50,6 +50,13 @@ def measure_drift(
         ModelError: the vocabularies differ.
         RequestError: `tokens` is too small to show a drift, or does not fit the context of one of the models.
     """
+    check_drift(llm, original, tokens)
+    ((written, compared),) = share_out([tokens], lambda count: _compare(llm, original, windows, count, seed, say))
+    return summarize(compared, written)
+
+
+def check_drift(llm: LLM, original: LLM, tokens: int) -> None:
+    """Refuse models or a number of tokens with which `measure_drift` cannot be done; see there."""
     check_vocabulary(llm, original)
     longest = min(llm.capacity, original.capacity) - GREEDY_CONTEXT
     if not LEAST_TOKENS <= tokens <= longest:
@@ -57,8 +64,6 @@ def measure_drift(
             f"drift over {tokens} tokens cannot be measured: give at least {LEAST_TOKENS}, and at most {longest}, "
             f"which with {GREEDY_CONTEXT} tokens of prompt fit the context of both models"
         )
-    ((written, compared),) = share_out([tokens], lambda count: _compare(llm, original, windows, count, seed, say))
-    return summarize(compared, written)
 
 
 def _compare(
@@ -77,15 +82,30 @@ def _compare(
     # The logits after a token are those of the next one, so nothing is measured after the last token.
     traces = tuple((*prompt, *text[:-1]) for prompt, text in zip(prompts, texts, strict=True))
     meter = None if say is None else Meter(say, "positions", [1] * (tokens * len(traces)))
-    parts: list[list[Distances]] = [[] for _ in traces]
     done = 0
-    for index, reference, value in paired_logits(original, llm, traces, traces, [tokens] * len(traces), chunk_size=1):
-        parts[index].append(distances(reference, value))
-        done += len(value)
-        if meter is not None:
-            meter.reach(done)
-        del reference, value  # otherwise their memory would be kept while the next rows are computed
-    return tokens, list(map(join_distances, parts))
+    texts_compared: list[Distances] = []
+    at_once = min(_fitting(each, len(traces[0])) for each in (llm, original))
+    for start in range(0, len(traces), at_once):
+        group = traces[start : start + at_once]
+        parts: list[list[Distances]] = [[] for _ in group]
+        for index, reference, value in paired_logits(original, llm, group, group, [tokens] * len(group), chunk_size=1):
+            parts[index].append(distances(reference, value))
+            done += len(value)
+            del reference, value  # otherwise their memory would be kept while the next rows are computed
+            if meter is not None:
+                meter.reach(done)
+        texts_compared += map(join_distances, parts)
+    return tokens, texts_compared
+
+
+def _fitting(llm: LLM, tokens: int) -> int:
+    """Return how many texts of this length the cache holds. If one model read more texts at once than the other, the
+    logits without a pair would fill the memory.
+    """
+    cache = llm.engine.runner.cache
+    if cache is None:  # transformers runs the model, one text at a time
+        return 1
+    return max(1, cache.num_pages // -(-(tokens + 1) // cache.page_size))
 
 
 def summarize(texts: Sequence[Distances], tokens: int) -> DriftResult:

@@ -20,7 +20,7 @@ from quantkit.evaluate.work_sharing import Say, generate_in_turns
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.types import SamplingParams
 
-ANSWER_TOKENS, SEVERAL_TOKENS = 12, 48  # of a single answer, and of several
+ANSWER_TOKENS, SEVERAL_TOKENS = 12, 96  # of a single answer, and of several
 
 
 def long_context(
@@ -43,7 +43,8 @@ def long_context(
         depths: relative positions of the only fact of a text, 0 to 1.
         samples: number of texts per length, and per depth if there is only one fact.
         kinds: kinds of texts, see `long_context_texts`.
-        ledgers: file of recall items, for a model of the demo language; None = texts of these kinds.
+        ledgers: file of recall items, for a model of the demo language; their texts replace all kinds. None = no
+            ledgers.
         seed: seed of the texts.
         say: callback for progress.
     Raises:
@@ -113,7 +114,7 @@ def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) 
                 "acc": needle.score(completion.text),
                 **({} if needle.depth is None else {"depth": needle.depth}),
             },
-            answer_tokens=None,  # the stop texts cut the answer off
+            answer_tokens=None,  # stop texts and limits cut answers off
             item_hash=hashlib.sha256(needle.prompt.encode()).hexdigest(),
             answer=completion.text,
         )

@@ -4,7 +4,7 @@
     multikey     eight names with a pass key each; the question asks for one of them
     multivalue   eight pass keys, four of which belong to the same name; the question asks for these four
     variables    two chains of assignments (A = 1, B = A, ...); the question asks for all variables with one value
-    words        a list of words; the question asks for the three that occur far more often than the others
+    words        a list of many words; the question asks for the three that occur far more often than the others
 
 Sentences about grass fill the text, except in `words`. Source: Mohtashami and Jaggi 2023, Landmark Attention (pass
 key); Hsieh et al. 2024, RULER (the other four, which are simplified here).
@@ -12,10 +12,14 @@ key); Hsieh et al. 2024, RULER (the other four, which are simplified here).
 
 import json
 import random
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
+
+from quantkit.errors import DataError
 
 LEDGER_PAIRS = 16
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -45,19 +49,23 @@ class Needle:
 
     Args:
         prompt: text and question; the answer follows directly.
-        answers: a single text that the generated text must begin with, or several that it must contain.
+        answers: a single text that the generated text must begin with, or several words that it must contain.
+        wrong: words that each count against one right answer.
         depth: relative position of the only fact: 0 at the beginning, 1 at the end; None = several facts.
     """
 
     prompt: str
     answers: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
     depth: float | None = None
 
     def score(self, text: str) -> float:
-        """Return the share of the answers that a generated text gives."""
+        """Return the share of the answers that a generated text gives, less the share of wrong ones, but at least 0."""
         if len(self.answers) == 1:
             return float(text.strip().startswith(self.answers[0]))
-        return sum(answer in text for answer in self.answers) / len(self.answers)
+        words = set(re.findall(r"\w+", text.casefold()))
+        right, wrong = (sum(word.casefold() in words for word in kind) for kind in (self.answers, self.wrong))
+        return max(0, right - wrong) / len(self.answers)
 
 
 Fits = Callable[[str], bool]
@@ -106,35 +114,38 @@ def write_variables(rng: random.Random, _: float, fits: Fits) -> Needle:
     # The chains take turns, and a variable is never used before its assignment.
     order = [fact for pair in zip(facts[:4], facts[4:], strict=True) for fact in pair]
     question = f"Find all four variables that have the value {value}. The four variables are"
-    return _needle(order, _positions(rng, len(order)), question, tuple(chains[0]), fits)
+    right, wrong = map(tuple, chains)
+    return _needle(order, _positions(rng, len(order)), question, right, fits, wrong=wrong)
 
 
 def write_words(rng: random.Random, _: float, fits: Fits) -> Needle:
     """Write a `Needle` of the kind `words`; see `Writer`."""
-    names = rng.sample(NAMES, len(NAMES))
-    common, others = names[:3], names[3:]
+    words = [first + second for first in NAMES for second in NAMES if first != second]
+    rng.shuffle(words)
+    common, others = words[:3], words[3:]
     seed = rng.randrange(1 << 32)
 
     def text(count: int) -> str:
-        words = random.Random(seed)
+        drawn = random.Random(seed)
         listed: list[str] = []
-        for _ in range(count):
-            block = [*common * 4, *words.sample(others, 12)]
-            words.shuffle(block)
+        for number in range(count):  # one common word in a block of ten; so the end of the list alone tells little
+            block = [common[number % 3], *drawn.sample(others, 9)]
+            drawn.shuffle(block)
             listed += block
         return f"Remember which words of this list occur most often.\n{' '.join(listed)}\n{question}"
 
     question = "Which three words occur most often in the list? The three most common words are"
-    return Needle(prompt=text(_most(lambda count: fits(text(count)))), answers=tuple(common))
+    return Needle(prompt=_filled(text, fits), answers=tuple(common))
 
 
-WRITERS: dict[str, Writer] = {
-    "passkey": write_passkey,
-    "multikey": write_multikey,
-    "multivalue": write_multivalue,
-    "variables": write_variables,
-    "words": write_words,
-}
+Kind = Literal["passkey", "multikey", "multivalue", "variables", "words"]
+WRITERS: dict[str, Writer] = dict(
+    zip(
+        get_args(Kind),
+        (write_passkey, write_multikey, write_multivalue, write_variables, write_words),
+        strict=True,
+    )
+)
 
 
 def ledger_writer(items: Path) -> Writer:
@@ -159,7 +170,7 @@ def ledger_writer(items: Path) -> Writer:
             lines = [*filler[:before], f"Ledger: {', '.join(pairs)}.", *filler[before:count]]
             return "\n".join([*lines, f"Recall: {shown}, {key}"])
 
-        return Needle(prompt=text(_most(lambda count: fits(text(count)))), answers=(answer,), depth=depth)
+        return Needle(prompt=_filled(text, fits), answers=(answer,), depth=depth)
 
     return write
 
@@ -179,6 +190,7 @@ def _needle(
     answers: tuple[str, ...],
     fits: Fits,
     depth: float | None = None,
+    wrong: tuple[str, ...] = (),
 ) -> Needle:
     """Put facts at relative positions, in order, between as many sentences about grass as fit."""
 
@@ -188,13 +200,19 @@ def _needle(
         parts = [GRASS * gap + fact for gap, fact in zip(gaps, (*facts, ""), strict=True)]
         return f"{HEAD}{''.join(parts)}\n{question}"
 
-    return Needle(prompt=text(_most(lambda count: fits(text(count)))), answers=answers, depth=depth)
+    return Needle(prompt=_filled(text, fits), answers=answers, wrong=wrong, depth=depth)
 
 
-def _most(fits: Callable[[int], bool]) -> int:
-    """Return the largest count for which `fits` is true, found by binary search; 0 if there is none."""
+def _filled(text: Callable[[int], str], fits: Fits) -> str:
+    """Return the text with the largest amount of filler that fits, found by binary search.
+
+    Raises:
+        DataError: even without filler, the text does not fit.
+    """
+    if not fits(text(0)):
+        raise DataError("the facts and the question alone are longer than a length of the long-context test; raise it")
     high = 1
-    while fits(high):
+    while fits(text(high)):
         high *= 2
-    # Length grows with the count, so the outcomes are sorted and can be bisected.
-    return bisect_left(range(1, high), True, key=lambda count: not fits(count))
+    # Length grows with the amount, so the outcomes are sorted and can be bisected.
+    return text(bisect_left(range(1, high), True, key=lambda count: not fits(text(count))))

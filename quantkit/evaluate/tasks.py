@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quantkit.demo import GENERAL_TEXT, bundled_folder, is_demo
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.loading import Evaluated
+from quantkit.evaluate.long_context_texts import Kind
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import DEFAULT_WINDOW
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_yaml, read_text, shorten
@@ -56,7 +57,7 @@ class LongContext(_Part):
     lengths: tuple[Count, ...]
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: Count = 10
-    kinds: tuple[str, ...] = ("passkey",)
+    kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = ("passkey",)
 
 
 class Behaviour(_Part):

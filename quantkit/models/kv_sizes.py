@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 DEFAULT_PAGE_SIZE = 64
-"""Tokens per page. With 64, the per-channel scales of INT4 keys cost half a bit per value."""
+"""Tokens per page. With 64, the per-channel scales of INT8 and INT4 keys cost half a bit per value."""
 
 MAX_ROLLBACK = 16
 """Maximum number of last tokens that a sequence may discard, e.g. rejected draft tokens."""

@@ -235,7 +235,10 @@ def drift_table(drift: DriftResult | None) -> Table | None:
     first = median([drift.num_tokens if at is None else at for at in drift.first_difference])
     rows += [
         ("drift: increase of KL per 1,000 tokens (95 % interval)", f"{drift.slope:.4f}{between}"),
-        ("tokens before the likeliest token differs (median)", MISSING if first is None else f"{first:g}"),
+        (
+            "tokens before the likeliest token differs (median)",
+            MISSING if first is None else f"{first:g}{' or more' * (first == drift.num_tokens)}",
+        ),
     ]
     return Table(
         title=f"While decoding: {counted(drift.num_texts, 'text')} of {drift.num_tokens:,} tokens by the original",

@@ -33,7 +33,7 @@ class Metric:
     """A metric that gates can limit.
 
     Args:
-        kind: topic of the metric: "accuracy", "behaviour", "speed" or "memory".
+        kind: topic of the metric: "accuracy", "decoding", "behaviour", "speed" or "memory".
         read: function that returns a report's values, keyed by subject, the default subject first; None = not measured.
         low, high: range of plausible limits; a limit outside this range probably has the wrong unit.
         unit: unit of the limit, for the message about an implausible limit.
@@ -334,7 +334,8 @@ def _doubt(report: Report, gate: Gate, values: Values) -> str:
     if low is None or high is None or not low <= gate.limit <= high:
         return ""
     between = interval(low, high, 1 if gate.limit >= 10 else 3)
-    return f"; its 95 % interval, {between}, includes the limit: use more samples to decide"
+    items = "tokens" if gate.metric == "drift" else "samples"
+    return f"; its 95 % interval, {between}, includes the limit: use more {items} to decide"
 
 
 def _gate_interval(report: Report, gate: Gate, values: Values) -> tuple[float | None, float | None]:

@@ -18,9 +18,9 @@ def remedy(report: Report, metric: str, kind: str, *, measured: bool = True) -> 
         return "add `--speculate mtp` to `quantkit verify`, for a model with an MTP head"
     if metric == DRIFT:
         return (
-            "use a KV cache with more bits (`--kv-cache int8`), or give more bits to the weights"
+            "give more bits to the KV cache (`--kv-cache`, or `kv_cache:` of the recipe) or to the weights"
             if measured
-            else "add `--drift 2k` to `quantkit verify`"
+            else "add `--drift TOKENS` to `quantkit verify`, e.g. 2k"
         )
     if not measured:
         return (

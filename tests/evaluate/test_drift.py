@@ -85,5 +85,5 @@ def test_verify_measures_drift_and_checks_its_gate(folder, tmp_path, capsys):
     assert run("verify", tmp_path / "q", "--drift", "64", "--gate", "drift<=9", *asked) == 0
     assert "tokens 49 to 64" in capsys.readouterr().out
     assert run("verify", tmp_path / "q", "--gate", "drift<=0.1", *asked) == 3
-    assert "Suggested change: add `--drift 2k` to `quantkit verify`" in capsys.readouterr().err
+    assert "Suggested change: add `--drift TOKENS` to `quantkit verify`" in capsys.readouterr().err
     assert run("verify", tmp_path / "q", "--drift", "64", "--engine", "vllm", *asked) in (2, 4)

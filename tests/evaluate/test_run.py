@@ -259,7 +259,8 @@ def test_texts_with_several_facts_fill_the_length_and_hold_their_answers(kind):
     if kind == "words":
         counts = Counter(body.split("\n")[1].split())
         assert {word for word, _ in counts.most_common(3)} == set(needle.answers)
-        assert 2 * counts.most_common(4)[3][1] < counts.most_common(3)[2][1]
+        assert counts.most_common(4)[3][1] < counts.most_common(3)[2][1]
+        assert len(counts) > 100
     if kind == "variables":
         values = {}
         for name, source in re.findall(r"VAR (\w+) = (\w+)\.", body):
@@ -268,15 +269,21 @@ def test_texts_with_several_facts_fill_the_length_and_hold_their_answers(kind):
         assert {name for name, value in values.items() if value == asked} == set(needle.answers)
         assert len(values) == 8
     if len(needle.answers) > 1:
-        assert needle.score(f"it is {needle.answers[1]}") == pytest.approx(1 / len(needle.answers))
+        assert needle.score(f"it is {needle.answers[1].upper()}.") == pytest.approx(1 / len(needle.answers))
+        assert needle.score(f"{' '.join(needle.answers)}s {needle.answers[0]}") < 1  # whole words alone count
+    if needle.wrong:
+        assert needle.score(" ".join((*needle.answers, *needle.wrong))) == 0
+        assert all(word in body for word in needle.wrong)
 
 
 def test_kinds_are_asked_one_by_one_and_unknown_ones_are_refused(stranger):
-    tasks = long_context(stranger, lengths=[300], samples=2, kinds=["multikey", "words"])
+    tasks = long_context(stranger, lengths=[400], samples=2, kinds=["variables", "words"])
     assert [(task.task, task.num_samples, task.others) for task in tasks] == [
-        ("multikey_300", 2, {}),
-        ("words_300", 2, {}),
+        ("variables_400", 2, {}),
+        ("words_400", 2, {}),
     ]
+    with pytest.raises(DataError, match="the facts and the question alone are longer than a length"):
+        long_context(stranger, lengths=[40], samples=1, kinds=["variables"])
     with pytest.raises(DataError, match=r"unknown kind 'word' of a long-context test \(did you mean 'words'\?\)"):
         long_context(stranger, lengths=[300], kinds=["word"])
 

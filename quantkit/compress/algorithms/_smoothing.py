@@ -18,7 +18,7 @@ def can_fold(layer: LayerContext, group: LinearSet) -> bool:
 
     They cannot if the set has no source, or if the source or a linear already has codes. Nor can they if the number of
     the source's outputs differs from that of the set's inputs, unless the outputs are value heads that are repeated.
-    Nor may they if an earlier attempt with scales made a linear of the set worse than rounding to nearest.
+    Sets in `layer.data.unscaled` are not scaled either.
     """
     if group.source is None or group.linears[0] in layer.data.unscaled:
         return False

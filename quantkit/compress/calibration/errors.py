@@ -88,7 +88,8 @@ def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[
         weight: (N, K), before any scale was folded into its columns.
     """
     grid = layer.grid(name)
-    if layer.set_key(name) in layer.data.divisors:  # the folded weights have another largest magnitude
+    # Folded weights have another largest magnitude.
+    if layer.set_key(name) in layer.data.divisors or name in layer.data.output_divisors:
         grid = replace(grid, tensor_largest=None).completed(weight)
     ranges = affine.minmax_parameters(weight, grid)
 

@@ -91,7 +91,7 @@ class HeldOut:
                 if name in layer.schemes:
                     self.targets[name] = inputs @ layer.weight(name).float().T
 
-    def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> frozenset[str]:
+    def judge(self, layer: LayerContext, original: Callable[[str], Tensor], *, is_last: bool) -> str | None:
         """Write the errors of a quantized layer's linears into the layer's records, and advance the quantized model's
         states past the layer.
 
@@ -104,7 +104,7 @@ class HeldOut:
             original: returns the weight W of a linear as it was read.
             is_last: whether this is the last layer.
         Returns:
-            Sets whose scales must be left out, each given by its first linear; empty = the layer is done.
+            The set whose scales must be left out, given by its first linear; None = the layer is done.
         """
         store, rounded = self.quantized or self.original, list[str]()
         # Linears that keep the codes of the source already have an error.
@@ -119,12 +119,11 @@ class HeldOut:
                 record = layer.chosen.records[name]
                 layer.chosen.records[name] = self._judged(layer, record, weight(name), rows.get(layer.set_key(name)))
             worse = broadcast(self._worse(layer, [name for name in new if name not in rounded]))
-            scaled = frozenset(map(layer.set_key, worse)) & layer.data.divisors.keys() - layer.data.unscaled
-            if scaled:
-                return scaled
             first = next((group for group in layer.sets if not set(group.linears).isdisjoint(worse)), None)
             if first is None:
                 break
+            if (key := first.linears[0]) in layer.data.divisors and key not in layer.data.unscaled:
+                return key
             for name in worse:
                 if name in first.linears:  # the errors of later sets change with the outputs of this set
                     layer.round_plainly(name, _divided(weight(name), layer.data.output_divisors.get(name)))
@@ -133,7 +132,7 @@ class HeldOut:
             layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, with a smaller held-out error")
         if not is_last and self.quantized is not None:
             self._pass(layer, store, advances=True)
-        return frozenset()
+        return None
 
     def _worse(self, layer: LayerContext, names: list[str]) -> list[str]:
         """Return the linears that have a larger error than plain rounding and can be quantized in another way."""
@@ -230,7 +229,7 @@ class HeldOut:
 
 def _divided(weight: Tensor, outputs: Tensor | None) -> Tensor:
     """Divide the rows of a weight (N, K) by the factors by which its outputs have been divided."""
-    return weight if outputs is None else weight / outputs.unsqueeze(1).to(weight.dtype)
+    return weight if outputs is None else (weight.float() / outputs.unsqueeze(1)).to(weight.dtype)
 
 
 def output_error(target: Tensor, inputs: Tensor, weight: Callable[[slice], Tensor]) -> float:

@@ -32,6 +32,8 @@ from quantkit.machine.system import peak_bytes
 from quantkit.output.writer import writing
 from quantkit.results import CacheRecord, LayerRecord
 
+_MOST_ATTEMPTS = 4  # attempts that each leave out the scales of one more set
+
 
 @contextmanager
 def _phase(listener: Listener, seconds: dict[str, float], name: str) -> Iterator[None]:
@@ -137,7 +139,7 @@ def _compress_layer(
     """
     plan, is_last = run.plan, index + 1 == run.plan.skeleton.num_layers
     name = plan.skeleton.layer_name(index)
-    unscaled = frozenset[str]()
+    unscaled, attempts = frozenset[str](), 0
     while True:
         with phase("load"):
             layer = layer_context(plan, index, stores, shared)
@@ -154,11 +156,14 @@ def _compress_layer(
             spoiled = held_out.judge(layer, partial(_original, plan, name), is_last=is_last)
         if not spoiled:
             break
-        unscaled |= spoiled
+        attempts += 1
+        # A few sets may spoil a layer. With many, e.g. of experts, another attempt for each would take too long.
+        unscaled |= {spoiled} if attempts < _MOST_ATTEMPTS else frozenset(layer.data.divisors)
         del layer  # before it is loaded again
     if unscaled:
+        names = ", ".join(sorted(unscaled))
         layer.chosen.notes.append(
-            f"no scales for the inputs of {', '.join(sorted(unscaled))}: they raised the held-out error"
+            f"inputs of {names} are not scaled: with scales, a held-out error was above rounding's"
         )
     return layer, reference, cache
 

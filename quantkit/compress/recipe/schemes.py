@@ -12,7 +12,7 @@ from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme
 from quantkit.numerics.scheme import ActivationScheme, CacheScheme, KVScheme, WeightScheme
 
 # Default granularity of number types; "token" for types not listed. Floats work with one scale for all tokens; integers
-# need one scale per token. int4 keys need one per channel: keys differ in size far more by channel than by token.
+# need one scale per token. Integer keys need one per channel: keys differ in size far more by channel than by token.
 _GRANULARITY = {
     ("keys", "fp8"): "tensor",
     ("values", "fp8"): "tensor",

@@ -23,7 +23,7 @@ from quantkit.evaluate import sensitivity
 from quantkit.evaluate.acceptance import check_heads, compare_acceptance
 from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
-from quantkit.evaluate.drift import measure_drift
+from quantkit.evaluate.drift import check_drift, measure_drift
 from quantkit.evaluate.fidelity import MAX_TOKENS, Windows, fidelity, fixed_windows
 from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
 from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_items, evaluate
@@ -122,6 +122,8 @@ class _Verification:
         check_items(original, self.options.evaluation)
         self.progress("loading the checkpoint")
         llm = load_llm(str(path), **engine)
+        if self.options.drift is not None:
+            check_drift(llm, original, self.options.drift)
         data, text, note = _find_text(original, self.options)
         windows = fixed_windows(original, text, max_tokens=_fidelity_tokens(self.options))
         distances = self._distances(llm, original, windows, data)

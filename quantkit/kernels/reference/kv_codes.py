@@ -1,10 +1,9 @@
 """Quantization of keys and values to FP8, INT8 and INT4 codes with scales and zeros, and back. Plain torch, any device.
 
-Scales and zeros are fp16, rounded so that they still cover the range (zero down, scale up), and codes are computed with
-the rounded values. So an error is at most half a step for any range. A code's value is code * scale + zero. INT8 codes
-are signed: they have no zero, or a zero in the middle of the range. INT4 codes are 0..15, packed as drawn in `layouts`.
-Shapes: `...` stands for any leading
-dimensions, D for channels.
+Scales and zeros are fp16, and codes are computed with the rounded values. Scales are rounded up, and zeros of INT4
+down, so that they still cover the range. So an error is at most half a step for any range. A code's value is code *
+scale + zero. INT8 codes are signed: they have no zero, or a zero near the middle of the range. INT4 codes are 0..15,
+packed as drawn in `layouts`. Shapes: `...` stands for any leading dimensions, D for channels.
 """
 
 import torch

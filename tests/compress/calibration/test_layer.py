@@ -141,7 +141,7 @@ def test_a_layer_with_harmful_scales_must_be_quantized_again(make_layer):
             layer.chosen.records[source].rounding_error, rel=0.01
         )
         layer.commit({reader: layer.chosen.quantized[reader]})
-        assert held_out.judge(layer, weights.__getitem__, is_last=True) == {reader}
+        assert held_out.judge(layer, weights.__getitem__, is_last=True) == reader
         assert layer.chosen.records[reader].error > 1.02 * layer.chosen.records[reader].rounding_error
         layer.data.unscaled = frozenset({reader})
         layer.commit({reader: layer.chosen.quantized[reader]})
