@@ -40,7 +40,8 @@ def test_a_dense_model(tiny_llama):
 
 def test_a_quantized_cache_is_smaller(tiny_llama):
     _, cost = cost_of(tiny_llama, "int8")
-    assert cost.kv_token_bytes == 2 * 2 * 2 * (16 + 2)  # a code per channel, a 16-bit scale per token and head
+    # A code per channel; for keys a 16-bit scale and zero per channel and page, for values a scale per token and head.
+    assert cost.kv_token_bytes == 2 * 2 * (16 + 16 * 4 / 64) + 2 * 2 * (16 + 2)
 
 
 def test_a_window_is_all_that_is_read(family_models):

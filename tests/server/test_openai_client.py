@@ -258,7 +258,7 @@ def test_a_client_that_times_out_frees_its_pages(client, served):
     from tests.server.conftest import wait_until
 
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.05).completions.create(model="tiny", prompt="a", max_tokens=480, seed=1)
+        client.with_options(timeout=0.02).completions.create(model="tiny", prompt="a", max_tokens=480, seed=1, n=8)
     wait_until(lambda: served.bridge.num_open == 0)
     wait_until(lambda: not served.bridge.engine.has_work)
 
