@@ -100,6 +100,7 @@ def serve(page: str) -> str:
 def runtime(page: str) -> str:
     """docs/runtime.md."""
     page = section(gpu_standing(page), "decode", generator("page_sections/decode_page.py").table())
+    page = section(page, "types", generator("page_sections/kv_types_page.py").table())
     return section(page, "eviction", generator("page_sections/eviction_page.py").table())
 
 
