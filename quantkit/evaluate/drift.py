@@ -20,7 +20,6 @@ from quantkit.evaluate.fidelity import (
     Windows,
     check_vocabulary,
     distances,
-    join_distances,
     paired_logits,
 )
 from quantkit.evaluate.work_sharing import Meter, Say, forget
@@ -82,20 +81,21 @@ def _compare(
     # The logits after a token are those of the next one, so nothing is measured after the last token.
     traces = tuple((*prompt, *text[:-1]) for prompt, text in zip(prompts, texts, strict=True))
     meter = None if say is None else Meter(say, "positions", [1] * (tokens * len(traces)))
-    done = 0
-    texts_compared: list[Distances] = []
+    # Filled in place: small tensors that are kept would lie between freed rows and keep their memory from being reused.
+    kl, agrees = torch.empty(len(traces), tokens), torch.empty(len(traces), tokens, dtype=torch.bool)
+    counts = [0] * len(traces)
     at_once = min(_fitting(each, len(traces[0])) for each in (llm, original))
     for start in range(0, len(traces), at_once):
         group = traces[start : start + at_once]
-        parts: list[list[Distances]] = [[] for _ in group]
         for index, reference, value in paired_logits(original, llm, group, group, [tokens] * len(group), chunk_size=1):
-            parts[index].append(distances(reference, value))
-            done += len(value)
-            del reference, value  # otherwise their memory would be kept while the next rows are computed
+            number, near = start + index, distances(reference, value)
+            positions = slice(counts[number], counts[number] + len(value))
+            kl[number, positions], agrees[number, positions] = near.kl, near.agrees
+            counts[number] = positions.stop
+            del reference, value, near  # otherwise their memory would be kept while the next rows are computed
             if meter is not None:
-                meter.reach(done)
-        texts_compared += map(join_distances, parts)
-    return tokens, texts_compared
+                meter.reach(sum(counts))
+    return tokens, [Distances(kl=own, agrees=same) for own, same in zip(kl, agrees, strict=True)]
 
 
 def _fitting(llm: LLM, tokens: int) -> int:
