@@ -34,7 +34,9 @@ def table() -> str:
     )
     growing = [f"{name} with `{row['type']}`" for name, row in rows if row["drift"]["slope_low"] > 0]
     grows = (
-        f"It grows along the texts for {', '.join(growing)}." if growing else "In no row does it grow along the texts."
+        f"The whole interval of the slope is above 0 for {', '.join(growing)}."
+        if growing
+        else "In no row is the whole interval of the slope above 0."
     )
     note = f"Mean KL to the same model with a cache in its own dtype, nats. {grows} {said}."
     return "\n".join([*lines, "", note, ""])
