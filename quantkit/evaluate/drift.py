@@ -51,7 +51,7 @@ def measure_drift(
     """
     check_drift(llm, original, tokens)
     ((written, compared),) = share_out([tokens], lambda count: _compare(llm, original, windows, count, seed, say))
-    return summarize(compared, written)
+    return drift_result(compared, written)
 
 
 def check_drift(llm: LLM, original: LLM, tokens: int) -> None:
@@ -108,7 +108,7 @@ def _fitting(llm: LLM, tokens: int) -> int:
     return max(1, cache.num_pages // -(-(tokens + 1) // cache.page_size))
 
 
-def summarize(texts: Sequence[Distances], tokens: int) -> DriftResult:
+def drift_result(texts: Sequence[Distances], tokens: int) -> DriftResult:
     """Build the record from the distances at the `tokens` positions of each text."""
     kl = torch.stack([text.kl.double() for text in texts])
     ends = tuple(round(tokens * part / _PARTS) for part in range(1, _PARTS + 1))

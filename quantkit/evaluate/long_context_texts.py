@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from quantkit.errors import DataError
 
@@ -139,13 +139,13 @@ def write_words(rng: random.Random, _: float, fits: Fits) -> Needle:
 
 
 Kind = Literal["passkey", "multikey", "multivalue", "variables", "words"]
-WRITERS: dict[str, Writer] = dict(
-    zip(
-        get_args(Kind),
-        (write_passkey, write_multikey, write_multivalue, write_variables, write_words),
-        strict=True,
-    )
-)
+WRITERS: dict[str, Writer] = {
+    "passkey": write_passkey,
+    "multikey": write_multikey,
+    "multivalue": write_multivalue,
+    "variables": write_variables,
+    "words": write_words,
+}
 
 
 def ledger_writer(items: Path) -> Writer:

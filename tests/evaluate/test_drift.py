@@ -7,9 +7,11 @@ import torch
 
 from quantkit.cli import main
 from quantkit.errors import RequestError
-from quantkit.evaluate.drift import measure_drift, summarize
+from quantkit.evaluate.drift import drift_result, measure_drift
 from quantkit.evaluate.fidelity import Distances, distances, fixed_windows
 from quantkit.evaluate.loading import load_llm
+from quantkit.evaluate.options import EvaluationOptions
+from quantkit.evaluate.verify import options
 from quantkit.runtime.types import SamplingParams
 from tests.helpers import TEXT, make_model
 
@@ -37,7 +39,7 @@ def test_the_record_of_known_distances():
     agrees[7] = agrees[300] = False
     rising = Distances(kl=0.1 + position / 1000, agrees=agrees)
     flat = Distances(kl=torch.full((400,), 0.1), agrees=torch.ones(400, dtype=torch.bool))
-    drift = summarize([rising, flat], 400)
+    drift = drift_result([rising, flat], 400)
     assert drift.slope == pytest.approx(0.5)  # the mean of 1 and 0 nats per 1,000 tokens
     # Two values have a standard error of half their distance; Student's t with one degree of freedom is 12.7.
     assert drift.slope_high - drift.slope == pytest.approx(12.706 * 0.5, rel=1e-3)
@@ -46,7 +48,7 @@ def test_the_record_of_known_distances():
     assert drift.part_kl == pytest.approx([0.1 + (49.5 + 100 * part) / 2000 for part in range(4)])
     assert drift.text_kl == pytest.approx([0.1 + 199.5 / 1000, 0.1])
     assert drift.first_difference == (7, None)
-    assert summarize([rising], 400).slope_low is None
+    assert drift_result([rising], 400).slope_low is None
 
 
 def test_equal_models_do_not_drift(llm):
@@ -86,4 +88,9 @@ def test_verify_measures_drift_and_checks_its_gate(folder, tmp_path, capsys):
     assert "tokens 49 to 64" in capsys.readouterr().out
     assert run("verify", tmp_path / "q", "--gate", "drift<=0.1", *asked) == 3
     assert "Suggested change: add `--drift TOKENS` to `quantkit verify`" in capsys.readouterr().err
-    assert run("verify", tmp_path / "q", "--drift", "64", "--engine", "vllm", *asked) in (2, 4)
+
+
+def test_vllm_cannot_measure_drift(monkeypatch):
+    monkeypatch.setattr(options, "import_vllm", lambda: None)
+    with pytest.raises(RequestError, match="only quantkit's engine can measure drift; leave out --drift or --engine"):
+        options.check_options(options.VerifyOptions(evaluation=EvaluationOptions(), vllm={}, drift=64))
