@@ -92,7 +92,7 @@ def decode_batch(batch: int, context: int, device: str, page_size: int = PAGE) -
 
 def fill(cache: KVCache) -> None:
     """Random bytes that are small, ordinary numbers in every type."""
-    for memory in (*cache._pools, *(tail for tail in cache._residuals if tail is not None)):
+    for memory in (*cache._pools, *cache._residuals):
         memory.view(torch.uint8).random_(0, 0x3F)
 
 

@@ -30,6 +30,8 @@ from quantkit.numerics.scheme import KVScheme
 # Channels of a head, of the models that there are; any number up to 256 runs.
 HEAD_DIMS = (128, 64, 80, 96, 112, 192, 256)
 KV_TYPES = {name: kv_scheme(name) for name in ("auto", "fp8", "int8", "int4")}
+# Compiled for heads of 64 and 128 channels.
+SMALL_KV_TYPES = {name: kv_scheme(name) for name in ("k4v3", "k4v2", "k3v2")}
 # Rarer ones, which a checkpoint can ask for; compiled for heads of 128 channels.
 RARE_KV_TYPES = {
     "fp8 per token": KVScheme(key=FP8_TOKEN, value=FP8_TOKEN),
@@ -158,7 +160,8 @@ def launch_attention(recorder: Recorder, dtype: torch.dtype) -> None:
     plain = AttentionOptions(scale=0.1)
     every = AttentionOptions(scale=0.1, window=512, softcap=30.0)
     for dim in HEAD_DIMS:
-        for kind, scheme in (KV_TYPES | RARE_KV_TYPES if dim == 128 else KV_TYPES).items():
+        schemes = KV_TYPES | (SMALL_KV_TYPES if dim in (64, 128) else {}) | (RARE_KV_TYPES if dim == 128 else {})
+        for kind, scheme in schemes.items():
             usual = dim == 128 and kind in KV_TYPES
             for count in (1, 32) if usual else (32,):
                 _launch_layer(recorder, f"{kind} KV, {dim} channels", scheme, dim, count, plain, dtype)
@@ -171,11 +174,11 @@ def _launch_layer(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Attention of one layer: a decode step of `count` sequences, their prompts, and what stores them."""
-    from quantkit.kernels.gpu import kv_store, paged_attention
+    from quantkit.kernels.gpu import page_store, paged_attention
 
     layout = KVLayout(num_heads=8, head_dim=dim, page_size=64, dtype=dtype, cache=LayerCache(scheme=scheme))
-    residual = meta(32, 8, layout.residual_tokens, dim, dtype=dtype) if layout.has_residual else None
-    views = layout.views(meta(4096, layout.page_bytes, dtype=torch.uint8), residual)
+    windows = layout.new_residuals(32, torch.device("meta"))
+    views = layout.views(meta(4096, layout.page_bytes, dtype=torch.uint8), windows)
     states = meta(count, 32, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype)
     out = meta(count, 32, dim, dtype=dtype)
     recorder.label = f"{label}, batch {count}"
@@ -183,8 +186,8 @@ def _launch_layer(
     recorder.label = f"{label}, chunks"
     chunks = replace(_batch(count), query_lengths=(512,) * count)
     paged_attention.attend(states, views, chunks, options, out, single=False)
-    if residual is not None:
-        kv_store.store_keys(states[1], views, chunks)
+    if windows:
+        page_store.store_waiting(*states[1:], views, chunks)
     if dim == 128 and count == 1:
         recorder.label = f"{label}, drafts"
         drafts = replace(chunks, query_lengths=(5,))

@@ -176,7 +176,7 @@ def count_step(
     with on_meta(count, pools, chip, processors):
         model = make_model(shape, weights, META)
         cache = KVCache(model.layouts(kv, PAGE), batch * -(-context // PAGE), batch, META)
-        stored = [*cache._pools, *(tail for tail in cache._residuals if tail is not None)]
+        stored = [*cache._pools, *cache._residuals]
         pools |= {tensor.untyped_storage()._cdata for tensor in stored}
         count.calls.clear()
         count.num_layers = len(model.blocks)

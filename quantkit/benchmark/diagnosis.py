@@ -29,8 +29,11 @@ _INT8_BYTES = 8.25 / 8
 _BUSY = 0.5  # p75 - p25 over p50 of ITL
 _STALL = 3.0  # p99 over p50 of ITL
 _QUEUE = 2.0  # TTFT under load over TTFT alone
+_SHORTER = "Shorten contexts."
 _SPECULATION = "speculation"  # key of the settings if drafts are on
-_SMALL_CACHES = ("int8", "fp8", "int4")
+# The next smaller cache. Those of 3 and 2 bits lose several times as much, so they are not advised.
+_SMALLER_CACHE = {"int8": "Use --kv-cache int4.", "fp8": "Use --kv-cache int4."}
+_SMALLEST_CACHES = ("int4", "k4v3", "k4v2", "k3v2")
 
 
 _UNITS: dict[str, Callable[[float], str]] = {
@@ -174,14 +177,18 @@ def _decode_binding(record: RooflineRecord, cost: Cost, result: BenchmarkResult)
     )
 
 
+def _smaller_cache(result: BenchmarkResult) -> str:
+    return _SMALLER_CACHE.get(result.kv_cache, "Quantize the KV cache: --kv-cache int8.")
+
+
 def _fewer_bytes(cost: Cost, weights: int, cached: float, result: BenchmarkResult) -> tuple[str, float]:
     """Return advice on what to make smaller, and the bytes per step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
-        if result.kv_cache not in _SMALL_CACHES:
-            # Half of 16 bits, less what the scales add.
-            return "Quantize the KV cache: --kv-cache int8.", cached * 0.48
-        return ("Use --kv-cache int4." if result.kv_cache != "int4" else "Shorten contexts."), cached * 0.45
+        if result.kv_cache in _SMALLEST_CACHES:
+            return _SHORTER, cached * 0.45
+        # Half of 16 bits, less what the scales add.
+        return _smaller_cache(result), cached * (0.45 if result.kv_cache in _SMALLER_CACHE else 0.48)
     linears = weights - cost.head_bytes
     to_int4 = "Quantize the weights to 4 bits (awq-int4, gptq-int4).", linears * (1 - _INT4_BYTES / now)
     if now > 1.5 * _INT8_BYTES:
@@ -236,7 +243,7 @@ def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -
         cost=cost,
         tokens=cost.read_bytes / cost.kv_token_bytes,
         grows=grows,
-        smaller="Use --kv-cache int4." if result.kv_cache in _SMALL_CACHES else "Quantize the cache: --kv-cache int8.",
+        smaller=_SHORTER if result.kv_cache in _SMALLEST_CACHES else _smaller_cache(result),
         most=1 / (1 - 0.48 * share),
     )
 

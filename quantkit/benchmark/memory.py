@@ -108,7 +108,7 @@ def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOp
     observed = (
         ("weights", observed_weight_bytes(llm.model), ""),
         ("kv pool", pool, capacity),
-        ("kv residuals", residuals, "newest keys, not quantized yet" if residuals else ""),
+        ("kv residuals", residuals, "newest keys and values, not quantized yet" if residuals else ""),
         ("activations", observed_activation_bytes(largest_step, llm.device), estimated),
     )
     parts = [

@@ -45,7 +45,7 @@ class Prediction:
     Args:
         weight_bytes: bytes of all weights in memory.
         page_bytes: bytes of one page of the KV cache in all layers.
-        residual_bytes: bytes per sequence of keys that are not quantized yet.
+        residual_bytes: bytes per sequence of keys and values that are not quantized yet.
         config: config of the model.
         dtype: dtype of the computation.
         native: whether the C kernels will run.

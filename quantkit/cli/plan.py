@@ -80,7 +80,7 @@ _ESTIMATE: Settings = {
     ),
     "kv_cache": setting(
         None,
-        "Number type of keys and values: auto, bf16, fp8, int8 or int4; without --kv-cache, compare all.",
+        "Number type of keys and values, as in `generate`; without --kv-cache, compare bf16, fp8, int8 and int4.",
         flag="--kv-cache TYPE",
     ),
     **settings_of(EngineConfig, "kv_budget", "kv_policy"),

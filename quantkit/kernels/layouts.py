@@ -11,6 +11,9 @@ INT4 packs channel i and channel i + D/2 into byte i, so that a score is two hal
     low   │ dim 0    │ dim 1    │ ... │ dim D/2-1 │     q[:D/2] . low
     high  │ dim D/2  │ dim D/2+1│ ... │ dim D-1   │   + q[D/2:] . high
 
+INT2 packs channels i, i + D/4, i + D/2 and i + 3 D/4 into byte i, from the lowest bits up. INT3 has the two lower bits
+of its codes like INT2, then D/8 bytes with the upper bits: bit j of byte i belongs to channel i + j D/8.
+
 Source: Lin et al. 2024, QServe (scales in the page); Liu et al. 2024, KIVI (keys per channel, values per token).
 """
 
@@ -28,15 +31,20 @@ from quantkit.models.kv_sizes import (
     PageArray,
     Side,
     form_of_schemes,
+    has_residual,
+    has_value_residual,
     padded_bytes,
     page_arrays,
+    residual_numbers,
     residual_tokens,
     side_of,
 )
 from quantkit.models.layer_state_sizes import AttentionShape, StateShape
-from quantkit.numerics.dtype import INT4
 from quantkit.numerics.kv_cache import (
     FP8_TENSOR,
+    INT2_TOKEN,
+    INT3_CHANNEL,
+    INT3_TOKEN,
     INT4_CHANNEL,
     INT4_TOKEN,
     INT8_CHANNEL,
@@ -54,6 +62,9 @@ _SCHEMES = {
     "fp8": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR),
     "int8": KVScheme(key=INT8_CHANNEL, value=INT8_TOKEN),
     "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
+    "k4v3": KVScheme(key=INT4_CHANNEL, value=INT3_TOKEN),
+    "k4v2": KVScheme(key=INT4_CHANNEL, value=INT2_TOKEN),
+    "k3v2": KVScheme(key=INT3_CHANNEL, value=INT2_TOKEN),
 }
 _UNQUANTIZED = LayerCache()
 
@@ -64,7 +75,7 @@ class PagedArray:
 
     Args:
         scheme: scheme of the keys or the values.
-        codes: (N, H, S, D): unquantized in the model's dtype, or uint8 codes; for INT4, (N, H, S, D/2) bytes.
+        codes: (N, H, S, D): unquantized in the model's dtype, or uint8 codes; with fewer than 8 bits, packed along D.
         scale, zero: fp16, (N, H, S) per token or (N, H, D) per channel; None if the scheme has none.
         fixed: (H,) float32, scales of granularity "tensor" and "head"; None = all scales are 1.
     """
@@ -96,6 +107,7 @@ class KVViews:
         key, value: keys and values in the pool; in latent attention both are the keys.
         key_residual: (rows, H, residual_tokens, D) in the model's dtype, the newest keys of each sequence; the token at
             position p is in slot p % residual_tokens. None unless keys are quantized per channel.
+        value_residual: the newest values in the same way; None unless the layout has `value_residual`.
     """
 
     layout: "KVLayout"
@@ -103,6 +115,13 @@ class KVViews:
     key: PagedArray
     value: PagedArray
     key_residual: Tensor | None
+    value_residual: Tensor | None
+
+    @property
+    def residuals(self) -> list[tuple[PagedArray, Tensor]]:
+        """Keys and values that wait in a residual window until their page is complete, with the window."""
+        sides = ((self.key, self.key_residual), (self.value, self.value_residual))
+        return [(array, window) for array, window in sides if window is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +139,7 @@ class KVLayout:
         is_windowed: whether the layer sees only the newest tokens.
         cache: number types (by default `dtype` for both), and the fixed scales of granularity "tensor" and "head".
     Raises:
-        SchemeError: no kernel supports the scheme, or INT4 keys or values have an odd number of channels.
+        SchemeError: no kernel supports the scheme, or the channels do not fill whole bytes.
     """
 
     num_heads: int
@@ -143,8 +162,11 @@ class KVLayout:
             if scheme.dtype is not None and scheme not in known:
                 names = ", ".join(other.describe() for other in known)
                 raise SchemeError(f"a KV cache cannot store {what} as {scheme.describe()}; use {names}")
-            if scheme.dtype is INT4 and self.head_dim % 2:
-                raise SchemeError(f"int4 {what} need an even number of channels, not {self.head_dim}; use int8")
+            bits = 8 if scheme.dtype is None else scheme.dtype.bits
+            if self.head_dim * bits % 8:
+                raise SchemeError(
+                    f"int{bits} {what} need channels that fill whole bytes, not {self.head_dim}; use int8"
+                )
 
     @property
     def scheme(self) -> KVScheme:
@@ -159,19 +181,26 @@ class KVLayout:
     @property
     def has_residual(self) -> bool:
         """Whether the newest keys stay in `dtype` because a page is quantized only when complete."""
-        return self.scheme.key.dtype is not None and self.scheme.key.granularity == "channel"
+        return has_residual(self._sides[0])
+
+    @property
+    def has_value_residual(self) -> bool:
+        """Whether the newest values stay in `dtype` too: most of the attention is on them."""
+        return has_value_residual(*self._sides)
 
     @property
     def residual_tokens(self) -> int:
-        """Slots of a sequence's residual window: one page that is not complete, plus the largest number of tokens that
+        """Slots of a sequence's residual windows: one page that is not complete, plus the largest number of tokens that
         the engine may discard after a step (rejected drafts).
         """
         return residual_tokens(self._sides[0], self.page_size)
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of one sequence's residual window in this layer."""
-        return self.residual_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of one sequence's residual windows in this layer."""
+        key, value = self._sides
+        dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": self.value_dim}
+        return residual_numbers(key, value, **dims, page_size=self.page_size) * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -190,12 +219,18 @@ class KVLayout:
         dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": kept}
         return page_arrays(key, value, **dims, page_size=self.page_size)
 
-    def views(self, pool: Tensor, residual: Tensor | None = None) -> KVViews:
+    def new_residuals(self, rows: int, device: torch.device) -> list[Tensor]:
+        """Allocate the residual windows of this many sequences: of keys, then of values, where the layout has them."""
+        has = (self.has_residual, self.has_value_residual)
+        shape = (rows, self.num_heads, self.residual_tokens, self.head_dim)
+        return [torch.empty(shape, dtype=self.dtype, device=device) for _ in range(sum(has))]
+
+    def views(self, pool: Tensor, residuals: Sequence[Tensor] = ()) -> KVViews:
         """Return typed views of a pool; nothing is copied.
 
         Args:
             pool: (N, page_bytes) uint8, contiguous.
-            residual: (rows, H, residual_tokens, D), see `KVViews`; None unless `has_residual`.
+            residuals: windows of keys and of values, see `new_residuals`.
         """
         arrays = {
             name: pool[:, array.offset : array.end].view(self._dtype_of(name)).view(-1, *array.shape)
@@ -216,7 +251,8 @@ class KVLayout:
 
         key = side("key")
         value = key if self.rope_dim else side("value")
-        return KVViews(layout=self, pool=pool, key=key, value=value, key_residual=residual)
+        windows = (*residuals, None, None)
+        return KVViews(layout=self, pool=pool, key=key, value=value, key_residual=windows[0], value_residual=windows[1])
 
     def _dtype_of(self, array: str) -> torch.dtype:
         if array not in ("key", "value"):
@@ -264,7 +300,7 @@ class EntryLayout:
         dtype: dtype of unquantized values.
         scheme: number types; entries and single tokens both use the type of the keys.
     Raises:
-        SchemeError: INT4 entries or indexer keys have an odd number of channels.
+        SchemeError: INT4 entries or indexer keys have an odd number of channels, or a type has fewer than 4 bits.
     """
 
     shape: AttentionShape
@@ -273,6 +309,9 @@ class EntryLayout:
     scheme: KVScheme
 
     def __post_init__(self) -> None:
+        for kept in (self.scheme.key, self.scheme.value):
+            if kept.dtype is not None and kept.dtype.bits < 4:
+                raise SchemeError(f"entries and indexer keys cannot be stored as {kept.describe()}; use int8 or int4")
         if not self.shape.offers(self.form):
             widths = f"{self.shape.key_dim - self.shape.rope_dim} and {self.shape.index_dim}"
             raise SchemeError(f"int4 entries and indexer keys need even numbers of channels, not {widths}; use int8")
@@ -300,7 +339,7 @@ def kv_scheme(name: str, *, latent: bool = False) -> KVScheme:
     """Return the scheme for the short name of a KV cache type.
 
     Args:
-        name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4.
+        name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4, k4v3, k4v2, k3v2.
         latent: whether the keys are also the values, so that 8-bit keys have scales per token.
     Raises:
         SchemeError: the name is unknown.

@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 DEFAULT_PAGE_SIZE = 64
-"""Tokens per page. With 64, the per-channel scales of INT8 and INT4 keys cost half a bit per value."""
+"""Tokens per page. With 64, the per-channel scales of integer keys cost half a bit per value."""
 
 MAX_ROLLBACK = 16
 """Maximum number of last tokens that a sequence may discard, e.g. rejected draft tokens."""
 
 SCALE_BYTES = 2
-KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4")
-"""Names of the cache's number types on the command line; the runtime does not quantize the first four."""
+KV_TYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "int4", "k4v3", "k4v2", "k3v2")
+"""Names of the cache's number types on the command line; the runtime does not quantize the first four. The last three
+give the bits of keys and of values.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,12 +125,30 @@ def padded_bytes(arrays: dict[str, PageArray]) -> int:
     return _aligned(max(array.end for array in arrays.values()))
 
 
+def has_residual(key: Side) -> bool:
+    """Whether the newest keys wait in a residual window until their page is complete: if scales are per channel."""
+    return key.granularity == "channel"
+
+
+def has_value_residual(key: Side, value: Side) -> bool:
+    """Whether the newest values wait there too: if scales are per token, and keys wait."""
+    return has_residual(key) and value.granularity == "token"
+
+
 def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
-    """Return the number of tokens in the residual window of keys that are quantized per channel; 0 for other keys.
+    """Return the number of tokens in the residual windows beside keys that are quantized per channel; 0 for other keys.
 
     The window holds one page, which is quantized only when it is full, and `MAX_ROLLBACK` tokens.
     """
-    return page_size + MAX_ROLLBACK if key.granularity == "channel" else 0
+    return page_size + MAX_ROLLBACK if has_residual(key) else 0
+
+
+def residual_numbers(
+    key: Side, value: Side, *, heads: int, key_dim: int, value_dim: int, page_size: int = DEFAULT_PAGE_SIZE
+) -> int:
+    """Count the numbers in the residual windows of one sequence in one layer; arguments as of `page_arrays`."""
+    channels = key_dim + (value_dim if has_value_residual(key, value) else 0)
+    return residual_tokens(key, page_size) * heads * channels
 
 
 def side_of(scheme: CacheScheme, dtype_bytes: int) -> Side:
@@ -179,22 +199,25 @@ def _both(name: str, side: Side) -> KVForm:
     return KVForm(name=name, key=side, value=side)
 
 
-# Forms of the bundled runtime. fp8: a fixed scale per tensor. int8 and int4: for keys, an fp16 scale and zero point per
-# channel of a page; for values, an fp16 scale per token and head, with int4 also a zero point.
+def _integers(name: str, key_bits: int, value_bits: int) -> KVForm:
+    """Return the form with an fp16 scale and zero point per channel of a page for keys, and for values an fp16 scale
+    per token and head, with 4 bits also a zero point.
+    """
+    zero = SCALE_BYTES if value_bits == 4 else 0
+    return KVForm(
+        name=name,
+        key=Side(bits=key_bits, granularity="channel", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),
+        value=Side(bits=value_bits, granularity="token", scale_bytes=SCALE_BYTES, zero_bytes=zero),
+    )
+
+
+# Forms of the bundled runtime. fp8: a fixed scale per tensor.
 BF16 = _both("bf16", Side(bits=16))
 FP32 = _both("fp32", Side(bits=32))
 FP8 = _both("fp8", Side(bits=8))
-INT8 = KVForm(
-    name="int8",
-    key=Side(bits=8, granularity="channel", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),
-    value=Side(bits=8, granularity="token", scale_bytes=SCALE_BYTES),
-)
-INT4 = KVForm(
-    name="int4",
-    key=Side(bits=4, granularity="channel", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),
-    value=Side(bits=4, granularity="token", scale_bytes=SCALE_BYTES, zero_bytes=SCALE_BYTES),
-)
-KV_FORMS = {form.name: form for form in (BF16, FP8, INT8, INT4, FP32)}
+INT8, INT4 = _integers("int8", 8, 8), _integers("int4", 4, 4)
+_FEWER_BITS = [_integers(f"k{key}v{value}", key, value) for key, value in ((4, 3), (4, 2), (3, 2))]
+KV_FORMS = {form.name: form for form in (BF16, FP8, INT8, INT4, *_FEWER_BITS, FP32)}
 
 
 def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:

@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm, Side, padded_bytes, page_arrays, residual_tokens
+from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm, Side, padded_bytes, page_arrays, residual_numbers
 
 # Channels that share one power-of-two scale, and the multiple to which the number of exponent bytes is rounded up: in
 # quantized entries of csa and hca, then in keys of the indexer.
@@ -123,14 +123,17 @@ class AttentionShape:
         """Whether engines can store this kind of layer in that form.
 
         Engines store latent attention in 16 or 32 bits or in fp8; without an indexer, the bundled runtime also supports
-        int8. Two 4-bit codes share a byte, so 4 bits need an even number of channels.
+        int8. Codes of fewer than 8 bits share bytes, so the channels must fill whole bytes. DeepSeek-V4's entries need
+        at least 4 bits.
         """
         if form.bits >= 16:
             return True
         if self.kind in ("mla", "dsa"):
             return form.name == "fp8" or (self.kind == "mla" and form.name == "int8")
-        widths = self.key_dim - self.rope_dim, self.value_dim, self.index_dim
-        return form.bits != 4 or not any(width % 2 for width in widths)
+        if self.has_rows and form.bits < 4:
+            return False
+        of_keys = (self.key_dim - self.rope_dim, self.index_dim)
+        return not any(width * form.key.bits % 8 for width in of_keys) and self.value_dim * form.value.bits % 8 == 0
 
     def _key(self, form: KVForm) -> Side:
         """Return how keys are stored: if they are also the values, 8-bit integers have scales per token."""
@@ -185,8 +188,9 @@ class AttentionShape:
             return pages * self.page_bytes(form, page_size) + self.row_bytes(form, plain)
         if self.window is not None:
             pages = min(pages, math.ceil(self.window / page_size) + 1)  # a window may start inside a page
-        residual = residual_tokens(self._key(form), page_size) * self.num_kv_heads * self.key_dim * dtype_bytes
-        return pages * self.page_bytes(form, page_size) + residual
+        dims = {"heads": self.num_kv_heads, "key_dim": self.key_dim, "value_dim": self.value_dim}
+        waiting = residual_numbers(self._key(form), form.value, **dims, page_size=page_size)
+        return pages * self.page_bytes(form, page_size) + waiting * dtype_bytes
 
     def index_bytes(self, form: KVForm) -> int:
         """Count the bytes of one key of the indexer; a quantized key has 4 bytes of scales per 128 channels."""

@@ -4,6 +4,7 @@ The runtime rounds keys and values (`kernels.reference.kv_codes`), and `calibrat
 Source of the rotation: Ashkboos et al. 2024, QuaRot (online Hadamard of keys and queries after the position embedding).
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
-from quantkit.numerics.dtype import FP8, INT4, INT8, find_dtype
+from quantkit.numerics.dtype import FP8, INT2, INT3, INT4, INT8, find_dtype
 from quantkit.numerics.hadamard import Rotation
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 
@@ -23,9 +24,14 @@ INT8_TOKEN = CacheScheme(dtype=INT8)
 INT8_CHANNEL = CacheScheme(dtype=INT8, granularity="channel", symmetric=False)
 INT4_TOKEN = CacheScheme(dtype=INT4, symmetric=False)
 INT4_CHANNEL = CacheScheme(dtype=INT4, granularity="channel", symmetric=False)
-VALUE_SCHEMES = (INT4_TOKEN, INT8_TOKEN, FP8_TENSOR, FP8_HEAD, FP8_TOKEN)
-KEY_SCHEMES = (*VALUE_SCHEMES, INT4_CHANNEL, INT8_CHANNEL)
-"""Schemes in which a cache can store keys; values can use the same, except schemes per channel."""
+INT3_CHANNEL = CacheScheme(dtype=INT3, granularity="channel", symmetric=False)
+INT3_TOKEN = CacheScheme(dtype=INT3)
+INT2_TOKEN = CacheScheme(dtype=INT2)
+_BOTH = (INT4_TOKEN, INT8_TOKEN, FP8_TENSOR, FP8_HEAD, FP8_TOKEN)
+VALUE_SCHEMES = (*_BOTH, INT3_TOKEN, INT2_TOKEN)
+"""Schemes in which a cache can store values. Those of 2 and 3 bits are rotated, see `turned`."""
+KEY_SCHEMES = (*_BOTH, INT4_CHANNEL, INT8_CHANNEL, INT3_CHANNEL)
+"""Schemes in which a cache can store keys. With 2 bits, keys would be useless."""
 
 Scales = float | tuple[float, ...]
 """Fixed scales: one number for all heads, or one per key/value head."""
@@ -128,6 +134,43 @@ def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
     return KVScheme(key=side("keys"), value=side("values"), rotation=rotation)
 
 
+def turned(values: Tensor) -> Tensor:
+    """Rotate values, as those of 2 and 3 bits are stored: change signs, then apply `hadamard`, not normalised.
+
+    Args:
+        values: (..., D); D is a multiple of 4. Not modified.
+    Returns:
+        (..., D) float32; integers of 16 bits give exact results.
+    """
+    matrix, signs = _turning(values.shape[-1], values.device)
+    return ((values.double() * signs) @ matrix).float()
+
+
+def turned_back(values: Tensor) -> Tensor:
+    """Rotate back; the result is `turning_block(D)` times what `turned` had rotated. Arguments as of `turned`."""
+    matrix, signs = _turning(values.shape[-1], values.device)
+    return ((values.double() @ matrix) * signs).float()
+
+
+@functools.cache
+def _turning(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the matrix (D, D) and the signs (D,) of the rotation, in float64.
+
+    Without signs, a number that all channels have in common would end up in one channel. This bent function, the
+    product of neighbouring bits of the channel's number, spreads it evenly.
+    """
+    number = torch.arange(width)
+    products = number & (number >> 1) & 0x5555
+    odd = torch.stack([(products >> bit) & 1 for bit in range(0, 16, 2)]).sum(0) % 2
+    matrix = (hadamard(width).double() * turning_block(width) ** 0.5).round()
+    return matrix.to(device), (1.0 - 2.0 * odd).double().to(device)
+
+
+def turning_block(width: int) -> int:
+    """Return the channels of a block of the rotation: the largest power of two that divides the width."""
+    return width & -width
+
+
 def hadamard(width: int) -> Tensor:
     """Return the orthogonal, symmetric matrix that rotates keys and queries of this width.
 
@@ -139,7 +182,7 @@ def hadamard(width: int) -> Tensor:
     Returns:
         (D, D) float32.
     """
-    size = width & -width
+    size = turning_block(width)
     # No random signs: config.json records "hadamard" without a seed, so the matrix depends on the width alone.
     block = Rotation(block=torch.ones(1, 1), signs=torch.ones(size)).apply(torch.eye(size))
     return torch.kron(torch.eye(width // size), block)

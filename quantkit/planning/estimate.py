@@ -11,7 +11,7 @@ from quantkit.engine_rules import find_engine, judge, judge_all
 from quantkit.engine_rules.data_sheets import Device
 from quantkit.errors import InputError, RecipeError, suggestion
 from quantkit.models.kv_budget import KVBudget, fitting_page_size
-from quantkit.models.kv_sizes import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KVForm, find_kv_form
+from quantkit.models.kv_sizes import BF16, DEFAULT_PAGE_SIZE, FP8, INT4, INT8, KV_FORMS, KVForm, find_kv_form
 from quantkit.planning import memory
 from quantkit.planning.limits import (
     EVERYTHING,
@@ -350,7 +350,7 @@ def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVFo
     form = own if name == "auto" and own is not None else find_kv_form(name, shape.dtype)
     if not memory.offers(shape, form):
         kind = next(iter(shape.attention_kinds))
-        offered = ", ".join(["bf16", *(form.name for form in usual)])
+        offered = ", ".join(other.name for other in KV_FORMS.values() if memory.offers(shape, other))
         raise InputError(f"no engine stores this model's cache ({kind}) in {name}; use one of {offered}")
     return [form]
 

@@ -90,7 +90,7 @@ def test_of_the_demo_model():
     assert max_length(None) == 1024
 
 
-@pytest.mark.parametrize("kv_cache", ["auto", "bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_cache", ["auto", "bf16", "fp8", "int8", "int4", "k3v2"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_cache(family_models, family, kv_cache):
     prediction = predict(family_models[family], kv_cache=kv_cache, page_size=32)

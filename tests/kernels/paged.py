@@ -22,7 +22,7 @@ from quantkit.kernels.types import AttentionOptions, ForwardBatch
 from quantkit.numerics.kv_cache import LayerCache, hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
 
-KV_TYPES = ("auto", "fp8", "int8", "int4")
+KV_TYPES = ("auto", "fp8", "int8", "int4", "k4v3", "k4v2", "k3v2")
 IMPLEMENTATIONS = ["native", "torch"] + (["cuda"] if torch.cuda.is_available() else [])
 # Sequence, first new token, end: a prompt, chunks that end inside, at and past a page border, decodes, a verification.
 STEPS = [
@@ -51,7 +51,7 @@ def layout(kind: str = "auto", *, heads=2, dim=16, page_size=4, dtype=torch.floa
 
 def poison(cache: KVCache) -> KVCache:
     """Every bit set: NaN in every float type, so that whatever reads a slot before it is written shows it."""
-    for memory in (*cache._pools, *(tail for tail in cache._residuals if tail is not None)):
+    for memory in (*cache._pools, *cache._residuals):
         memory.view(torch.uint8).fill_(255)
     return cache
 
@@ -133,7 +133,8 @@ def remembered(shape: KVLayout, what: str, states: Tensor, length: int) -> Tenso
     states = states[:length]
     if scheme.dtype is None:
         return states
-    if scheme.granularity != "channel":
+    waits = shape.has_residual if what == "key" else shape.has_value_residual
+    if not waits:
         fixed = torch.tensor(getattr(shape.cache, f"{what}_scale")).reshape(-1, 1) if scheme.is_fixed else 1.0
         turn = hadamard(shape.head_dim) if what == "key" and shape.scheme.rotation != "none" else None
         if turn is not None:

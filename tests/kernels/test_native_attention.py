@@ -28,14 +28,14 @@ def pair(sequences: Sequences) -> tuple[KVCache, KVCache]:
     """Two caches, one for each implementation."""
     first, second = sequences.cache(), sequences.cache()
     assert isinstance(first.attention[0].inner, NativeAttention)
-    second._attention = [Stepwise(TorchAttention(views)) for views in second._views]
+    second.attention = {n: Stepwise(TorchAttention(views)) for n, views in second._views.items()}
     return first, second
 
 
 def assert_same_memory(first: KVCache, second: KVCache) -> None:
     assert torch.equal(first._pools[0], second._pools[0])
     for residual, other in zip(first._residuals, second._residuals, strict=True):
-        assert residual is None or torch.equal(residual.view(torch.uint8), other.view(torch.uint8))
+        assert torch.equal(residual.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -162,9 +162,10 @@ class _DenseAttention:
         self.past[name] = left
 
     def _store(self, name: str, given: Tensor) -> None:
-        """Keys that share a scale wait for their page to be complete."""
+        """Keys that share a scale wait for their page to be complete, and values beside them."""
         past, size = self.past[name], self.layout.page_size
-        border = len(past) // size * size if name == "key" and self.layout.has_residual else len(past)
+        waits = self.layout.has_residual if name == "key" else self.layout.has_value_residual
+        border = len(past) // size * size if waits else len(past)
         self.past[name] = torch.cat([past[:border], self._rounded(name, torch.cat([past[border:], given]))])
 
     def _rounded(self, name: str, states: Tensor) -> Tensor:

@@ -77,6 +77,8 @@ CACHES = {
     "int8": {"dtype": "int8", "granularity": "token"},
     "int4": {"dtype": "int4", "granularity": None},
     "mixed": {"dtype": "int4", "granularity": None, "values": {"dtype": "int8"}},
+    "k4v2": {"dtype": "int4", "granularity": None, "values": {"dtype": "int2"}},
+    "k3v2": {"dtype": "int3", "granularity": None, "values": {"dtype": "int2"}},
     "rotated": {"dtype": "int4", "granularity": "token", "rotation": "hadamard"},
 }
 

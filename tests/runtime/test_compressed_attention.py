@@ -18,7 +18,8 @@ from quantkit.models.kv_sizes import KV_FORMS, find_kv_form
 from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.dtype import FP8
-from quantkit.numerics.scheme import ActivationScheme
+from quantkit.numerics.kv_cache import INT3_CHANNEL, INT3_TOKEN
+from quantkit.numerics.scheme import ActivationScheme, KVScheme
 from quantkit.planning import estimate
 from quantkit.planning.memory import kv_allocated_bytes, kv_bytes
 from quantkit.planning.source import from_model
@@ -104,7 +105,7 @@ def test_greedy_text_is_that_of_transformers(models, expected, settings):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_plan_counts_the_bytes_of_the_pool(tmp_path, dtype):
     folder = make_loud_model(tmp_path / "model", "deepseek_v4", dtype=getattr(torch, dtype))
-    for name in ("auto", *KV_FORMS):
+    for name in ("auto", *(form.name for form in KV_FORMS.values() if form.key.bits == form.value.bits)):
         settings = {"max_sequences": 3, "num_pages": 3 * 2}
         llm = LLM(folder, backend="native", dtype=dtype, kv_cache=name, **settings)
         form = find_kv_form(name, dtype)
@@ -123,6 +124,18 @@ def test_bytes_of_a_token_at_the_published_sizes(name):
     assert pages == kv_bytes(shape, length, form) - kv_bytes(shape, length - 64, form)
     if name == "auto":
         assert pages == 30 * 16 * (1024 + 256) + 31 * 512
+
+
+def test_fewer_than_4_bits_are_refused(tmp_path):
+    folder = make_loud_model(tmp_path / "model", "deepseek_v4")
+    with pytest.raises(SchemeError, match="entries and indexer keys cannot be stored as int2 per token"):
+        LLM(folder, backend="native", kv_cache="k4v2", lazy=True)
+    with pytest.raises(InputError, match=r"in k4v2; use one of bf16, fp8, int8"):
+        estimate(folder, kv_cache="k4v2")
+    shape = shape_of("deepseek-v4-pro").layers[0].attention
+    threes = KVScheme(key=INT3_CHANNEL, value=INT3_TOKEN)
+    with pytest.raises(SchemeError, match="cannot be stored as int3 per channel"):
+        EntryLayout(shape=shape, page_size=64, dtype=torch.bfloat16, scheme=threes)
 
 
 def test_odd_widths_are_refused_in_4_bits_before_anything_is_loaded(tmp_path):

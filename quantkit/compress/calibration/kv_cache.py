@@ -17,8 +17,16 @@ from quantkit.compress.calibration.observers import own_turns
 from quantkit.distributed import gather
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.huggingface.layer_call import Batch, cache_argument
-from quantkit.numerics.dtype import FP8, INT4, INT8
-from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_CHANNEL, INT8_CHANNEL, INT8_TOKEN, CacheGoal, scheme_to_dict
+from quantkit.numerics.dtype import FP8, INT3, INT4, INT8
+from quantkit.numerics.kv_cache import (
+    FP8_TOKEN,
+    INT3_CHANNEL,
+    INT4_CHANNEL,
+    INT8_CHANNEL,
+    INT8_TOKEN,
+    CacheGoal,
+    scheme_to_dict,
+)
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 from quantkit.results import CacheRecord
 
@@ -32,7 +40,7 @@ MOST_FLOAT_NOISE = 0.02
 
 _LEAVE = CacheScheme()
 _REMEDIES = {"channel": INT4_CHANNEL, "int8": INT8_TOKEN, "fp8": FP8_TOKEN, "leave": _LEAVE}
-_BY_CHANNEL = {INT4: INT4_CHANNEL, INT8: INT8_CHANNEL, FP8: INT8_CHANNEL}
+_BY_CHANNEL = {INT3: INT3_CHANNEL, INT4: INT4_CHANNEL, INT8: INT8_CHANNEL, FP8: INT8_CHANNEL}
 
 
 class _Seen(Exception):

@@ -18,6 +18,7 @@ _GRANULARITY = {
     ("values", "fp8"): "tensor",
     ("keys", "int8"): "channel",
     ("keys", "int4"): "channel",
+    ("keys", "int3"): "channel",
 }
 
 

@@ -129,15 +129,17 @@ static void soften_block(const attention *a, const state *s, const block *keys, 
     }
 }
 
-/* Load keys from a sequence's residual window; they may wrap around the end of the window. */
-static void load_residual(const attention *a, const state *s, int64_t row, int64_t head, int64_t position, int64_t tokens) {
+/* Load keys or values of a block from a sequence's residual window; they may wrap around the end of the window. */
+static void load_residual(const attention *a, const task *t, const state *s, const kv_array *array, int64_t head,
+                          block *b, int64_t stride) {
     const kv_layer *layer = a->layer;
-    int64_t width = layer->key.width, size = kv_token_bytes(layer->residual_type, width);
-    int64_t first = qk_min(tokens, layer->residual_tokens - position % layer->residual_tokens);
-    load_block(s, kv_residual(layer, row, head, position), size, 0, first, width, layer->residual_type, s->query_width);
-    if (tokens > first)
-        load_block(s, kv_residual(layer, row, head, position + first), size, first, tokens - first, width,
-                   layer->residual_type, s->query_width);
+    int64_t row = a->batch->residual_rows[t->sequence], width = array->width, type = layer->residual_type;
+    int64_t size = kv_token_bytes(type, width);
+    int64_t first = qk_min(b->tokens, layer->residual_tokens - b->position % layer->residual_tokens);
+    load_block(s, kv_residual(layer, array, row, head, b->position), size, 0, first, width, type, stride);
+    if (b->tokens > first)
+        load_block(s, kv_residual(layer, array, row, head, b->position + first), size, first, b->tokens - first, width,
+                   type, stride);
 }
 
 /* Load cached keys or values of a block from their pages. */
@@ -154,11 +156,19 @@ static void load_pages(const attention *a, const task *t, const state *s, const 
     }
 }
 
-/* Whether blocks must not cross pages: each page has channel scales, or some pages are in the residual window. */
-static int is_page_wise(const kv_layer *layer) { return layer->key.granularity == KV_CHANNEL || layer->residual; }
+/* Rotate the sums of rotated values back, before values that are not rotated are added. */
+static void turn_back(const attention *a, const state *s) {
+    for (int64_t row = 0; row < s->rows; row++) {
+        kv_turn(s->out + row * s->value_width, a->layer->value.width);
+        kv_change_signs(s->out + row * s->value_width, a->layer->value.width);
+    }
+}
+
+/* Whether blocks must not cross pages, because each page has channel scales. */
+static int is_page_wise(const kv_layer *layer) { return layer->key.granularity == KV_CHANNEL; }
 
 static int is_unquantized(const kv_layer *layer) {
-    return layer->key.granularity == KV_NONE && layer->value.granularity == KV_NONE && !layer->residual;
+    return layer->key.granularity == KV_NONE && layer->value.granularity == KV_NONE;
 }
 
 /* Attend to cached tokens start .. start + tokens, all in one page if `is_page_wise`. */
@@ -166,11 +176,11 @@ static void attend_cached(const attention *a, const task *t, state *s, int64_t h
                           int64_t position) {
     const kv_layer *layer = a->layer;
     int64_t cached = position - t->first, number = start / layer->page_size;
-    int is_residual = layer->residual && number >= cached / layer->page_size;
-    int is_folded = layer->key.granularity == KV_CHANNEL && !is_residual;
+    int is_incomplete = number >= cached / layer->page_size;
+    int is_folded = layer->key.granularity == KV_CHANNEL && !is_incomplete;
     block keys = {.position = start, .tokens = tokens, .factor = 1}, values = keys;
-    if (is_residual)
-        load_residual(a, s, a->batch->residual_rows[t->sequence], head, start, tokens);
+    if (is_incomplete && layer->key.residual)
+        load_residual(a, t, s, &layer->key, head, &keys, s->query_width);
     else
         load_pages(a, t, s, &layer->key, head, &keys, s->query_width);
     if (is_folded) {
@@ -182,7 +192,10 @@ static void attend_cached(const attention *a, const task *t, state *s, int64_t h
         keys.factor = s->half ? a->scale : 1;
     }
     score_block(s, is_folded ? s->scaled : s->plain, tokens);
-    load_pages(a, t, s, &layer->value, head, &values, s->value_width);
+    if (is_incomplete && layer->value.residual)
+        load_residual(a, t, s, &layer->value, head, &values, s->value_width);
+    else
+        load_pages(a, t, s, &layer->value, head, &values, s->value_width);
     soften_block(a, s, &keys, &values, position);
     add_block(s, tokens);
 }
@@ -296,12 +309,15 @@ static int run_task(const attention *a, const task *t, int64_t head) {
     load_queries(a, t, &s, head);
     unfold(&s);
     int64_t at = seen, last = position + t->count;
+    int64_t turned = kv_is_turned(&a->layer->value) ? (a->layer->value.residual ? cached / size * size : cached) : -1;
     if (is_unquantized(a->layer))
         at -= at % step;
     else
         for (int64_t tokens; at < cached; at += tokens) {
             tokens = qk_min(is_page_wise(a->layer) ? qk_min(step, size - at % size) : step, cached - at);
             attend_cached(a, t, &s, head, at, tokens, position);
+            if (at + tokens == turned)
+                turn_back(a, &s);
         }
     for (; at < last; at += step)
         attend_plain(a, t, &s, head, at, qk_min(step, last - at), position);

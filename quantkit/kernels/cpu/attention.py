@@ -15,11 +15,14 @@ from quantkit.kernels import cpu
 from quantkit.kernels.cpu.ops import STATE_TYPES
 from quantkit.kernels.layouts import KVViews, PagedArray
 from quantkit.kernels.reference.attention import TorchAttention
+from quantkit.kernels.reference.kv_codes import is_turned
 from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
-from quantkit.numerics.dtype import FP8, INT4, INT8, DType
+from quantkit.numerics.dtype import FP8, INT2, INT3, INT4, INT8, DType
 
 _PLAIN_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CODE_TYPES: dict[DType, int] = {FP8: 3, INT8: 4, INT4: 5}
+_CODE_TYPES: dict[DType, int] = {FP8: 3, INT8: 4, INT4: 5, INT3: 6}
+_TURNED_TYPES: dict[DType, int] = {INT3: 7, INT2: 8}
+_MOST_CHANNELS = 512  # as in kv_store.c
 _GRANULARITIES = {"tensor": 1, "head": 1, "token": 2, "channel": 3}
 
 
@@ -27,13 +30,13 @@ class _Array(Structure):
     _fields_ = (
         *[(name, c_int64) for name in ("type", "granularity", "width", "codes", "scale", "zero")],
         ("fixed", c_void_p),
+        ("residual", c_void_p),
     )
 
 
 class _Layer(Structure):
     _fields_ = (
         ("pool", c_void_p),
-        ("residual", c_void_p),
         *[(name, c_int64) for name in ("page_bytes", "page_size", "heads", "residual_tokens", "residual_type")],
         ("key", _Array),
         ("value", _Array),
@@ -92,6 +95,9 @@ def _function() -> cpu.Function:
 
 def is_available(views: KVViews) -> bool:
     """Whether the C kernels can read these pages."""
+    few_bits = any(array.scheme.dtype in (INT3, INT2) for array in (views.key, views.value))
+    if few_bits and views.layout.head_dim > _MOST_CHANNELS:
+        return False
     return views.pool.is_cpu and cpu.library() is not None
 
 
@@ -140,32 +146,38 @@ def _dense_heads(states: Tensor) -> Tensor:
     return states if channels == 1 and heads == states.shape[2] else states.contiguous()
 
 
-def _layer(views: KVViews) -> _Layer:
-    layout, residual = views.layout, views.key_residual
-    blocks = layout.blocks()
+def _type_of(side: PagedArray) -> int:
+    dtype = side.scheme.dtype
+    if dtype is None:
+        return _PLAIN_TYPES[side.codes.dtype]
+    return (_TURNED_TYPES if is_turned(side.scheme) else _CODE_TYPES)[dtype]
 
-    def array(name: str, side: PagedArray) -> _Array:
+
+def _layer(views: KVViews) -> _Layer:
+    layout, blocks = views.layout, views.layout.blocks()
+
+    def array(name: str, side: PagedArray, residual: Tensor | None) -> _Array:
         offsets = {
             name_in_c: blocks[key].offset if (key := f"{name}{suffix}") in blocks else -1
             for name_in_c, suffix in (("codes", ""), ("scale", "_scale"), ("zero", "_zero"))
         }
         dtype = side.scheme.dtype
         return _Array(
-            type=_PLAIN_TYPES[side.codes.dtype] if dtype is None else _CODE_TYPES[dtype],
+            type=_type_of(side),
             granularity=0 if dtype is None else _GRANULARITIES[side.scheme.granularity],
             width=layout.head_dim,
             fixed=None if side.fixed is None else side.fixed.data_ptr(),
+            residual=None if residual is None else residual.data_ptr(),
             **offsets,
         )
 
     return _Layer(
         pool=views.pool.data_ptr(),
-        residual=None if residual is None else residual.data_ptr(),
         page_bytes=layout.page_bytes,
         page_size=layout.page_size,
         heads=layout.num_heads,
         residual_tokens=layout.residual_tokens,
         residual_type=_PLAIN_TYPES[layout.dtype],
-        key=array("key", views.key),
-        value=array("value", views.value),
+        key=array("key", views.key, views.key_residual),
+        value=array("value", views.value, views.value_residual),
     )

@@ -30,11 +30,34 @@ QK_INLINE __m512 kv_floats(const uint8_t *codes, int64_t at, int64_t width, int 
     return type == KV_FP8 ? kv_dequantize_fp8(bytes) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
+/* Like kv_dequantize_small. */
+QK_INLINE void kv_dequantize_half_small(const uint8_t *codes, int64_t width, int type, uint16_t *out, int64_t stride) {
+    int64_t quarter = width / 4, run = kv_small_run(width, type);
+    _mm512_storeu_si512(out + stride - 32, _mm512_setzero_si512());
+    for (int half = 0; half * run < quarter; half++)
+        for (int64_t k = 0; k < run; k += 16) {
+            __mmask16 lanes = qk_lanes(k, run);
+            __m512i low = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, codes + half * run + k)), high = low;
+            if (type != KV_TURNED2)
+                high = kv_upper_bits(codes, width, k, lanes);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                __m512 numbers = kv_small_codes(low, 2 * j, high, 2 * j + half, type);
+                _mm256_mask_storeu_epi16(out + j * quarter + half * run + k, lanes,
+                                         (__m256i)_mm512_cvtneps_pbh(numbers));
+            }
+        }
+}
+
 QK_INLINE void kv_dequantize_half(const uint8_t *codes, int64_t token_stride, int64_t tokens, int64_t width, int type,
                               uint16_t *out, int64_t stride) {
     for (int64_t t = 0; t < tokens; t++, codes += token_stride, out += stride) {
         if (type == KV_INT4) {
             kv_dequantize_half_int4(codes, width, out, stride);
+            continue;
+        }
+        if (type > KV_INT4) {
+            kv_dequantize_half_small(codes, width, type, out, stride);
             continue;
         }
         for (int64_t k = 0; k < width; k += 32) {

@@ -7,6 +7,10 @@
 #define HALF_TINY 0x1p-25f
 #define LARGEST 65504.0f
 #define PARALLEL_ELEMENTS (1 << 16)
+#define FINEST 32767.0f
+#define LEAST 1e-30f
+
+enum { MOST_CHANNELS = 512 }; /* of values of 2 and 3 bits; quantkit/kernels/cpu/attention.py leaves others to torch */
 
 /* Return an fp16 number that is not below the given scale and not zero, as a float. */
 QK_INLINE __m512 round_up(__m512 scale) {
@@ -107,6 +111,44 @@ QK_INLINE void store_int4(uint8_t *to, uint16_t *scales, uint16_t *zeros, const 
     }
 }
 
+/* Pack codes, a byte each, of 2 or 3 bits. */
+static void pack_small(uint8_t *to, const uint8_t *codes, int64_t width, int type) {
+    int64_t quarter = width / 4, eighth = width / 8;
+    for (int64_t i = 0; i < quarter; i++)
+        to[i] = (uint8_t)((codes[i] & 3) | (codes[i + quarter] & 3) << 2 | (codes[i + 2 * quarter] & 3) << 4 |
+                          (codes[i + 3 * quarter] & 3) << 6);
+    if (type != KV_TURNED2)
+        for (int64_t i = 0; i < eighth; i++) {
+            int byte = 0;
+            for (int j = 0; j < 8; j++)
+                byte |= (codes[i + j * eighth] >> 2) << j;
+            to[quarter + i] = (uint8_t)byte;
+        }
+}
+
+/* Store rotated values. All sums are of integers, and exact. Overwrites the values. */
+static void store_turned(uint8_t *to, uint16_t *scale, float *x, int64_t width, int type) {
+    float limit = type == KV_TURNED3 ? 7 : 3, middle = kv_middle(type), block = (float)(width & -width), largest = LEAST;
+    uint8_t codes[MOST_CHANNELS];
+    int64_t magnitude = 0;
+    for (int64_t k = 0; k < width; k++)
+        largest = fmaxf(largest, fabsf(x[k]));
+    float unit = largest / FINEST;
+    for (int64_t k = 0; k < width; k++)
+        x[k] = rintf(x[k] / unit);
+    kv_change_signs(x, width);
+    kv_turn(x, width);
+    for (int64_t k = 0; k < width; k++)
+        magnitude += (int64_t)fabsf(x[k]);
+    float step = (type == KV_TURNED3 ? 0.7345f : 1.248f) * ((float)magnitude / (float)width) * (unit / block);
+    step = fminf(LARGEST, fmaxf(2 * HALF_TINY, step));
+    *scale = to_half(_mm512_set1_ps(step));
+    float divisor = _mm512_reduce_max_ps(qk_load_state((const uint8_t *)scale, 0, QK_F16, 1)) * block / unit;
+    for (int64_t k = 0; k < width; k++)
+        codes[k] = (uint8_t)fminf(limit, fmaxf(0, rintf(x[k] / divisor + middle)));
+    pack_small(to, codes, width, type);
+}
+
 /* Store one token of one head in its slot of a page. */
 static void store_token(const kv_layer *layer, const kv_array *array, int64_t page, int64_t head, int64_t token,
                         const uint8_t *from, int type) {
@@ -118,6 +160,12 @@ static void store_token(const kv_layer *layer, const kv_array *array, int64_t pa
         return;
     }
     uint16_t *scales = kv_scales(layer, array, array->scale, page, head, token);
+    if (kv_is_turned(array)) {
+        float states[MOST_CHANNELS];
+        store_plain((uint8_t *)states, from, width, type, QK_F32);
+        store_turned(to, scales, states, width, (int)array->type);
+        return;
+    }
     if (array->type == KV_INT4) {
         store_int4(to, scales, kv_scales(layer, array, array->zero, page, head, token), from, width, type);
         return;
@@ -132,18 +180,25 @@ static void store_token(const kv_layer *layer, const kv_array *array, int64_t pa
         store_int8(to, from, width, type, scale);
 }
 
-/* ---- keys by channel ---- */
+/* ---- complete pages ---- */
 
-/* Collect the keys of a page as floats (tokens, stride): older keys from the residual window, and new keys rounded to
-   the window's type. */
-static void gather_page(const kv_new_states *s, int64_t row, int64_t head, int64_t position, int64_t cached,
-                        const uint8_t *fresh, float *out, int64_t stride) {
+/* Keys or values of one head of one sequence that wait in a residual window until their page is complete. */
+typedef struct {
+    const kv_array *array;
+    const uint8_t *fresh; /* the first new token */
+    int64_t token_bytes;  /* between new tokens */
+    int64_t row, head, cached;
+} waiting;
+
+/* Collect a page as floats (tokens, stride): older tokens from the residual window, and new ones rounded to the
+   window's type. */
+static void gather_page(const kv_new_states *s, const waiting *w, int64_t position, float *out, int64_t stride) {
     const kv_layer *layer = s->layer;
-    int64_t width = layer->key.width, size = qk_state_bytes(s->type), old = qk_max(0, cached - position);
+    int64_t width = w->array->width, old = qk_max(0, w->cached - position);
     if (old)
-        kv_load_residual(layer, row, head, position, old, out, stride);
+        kv_load_residual(layer, w->array, w->row, w->head, position, old, out, stride);
     for (int64_t t = old; t < layer->page_size; t++) {
-        const uint8_t *from = fresh + (position + t - cached) * s->key_stride * size;
+        const uint8_t *from = w->fresh + (position + t - w->cached) * w->token_bytes;
         for (int64_t k = 0; k < width; k += 16) {
             __m512 v = qk_load_state(from, k, s->type, qk_lanes(k, width));
             if (layer->residual_type != s->type) {
@@ -158,9 +213,9 @@ static void gather_page(const kv_new_states *s, int64_t row, int64_t head, int64
 
 /* Return the scale and the zero of the codes for numbers between two bounds. */
 QK_INLINE __m512 channel_grid(__m512 low, __m512 high, int type, __m512 *zero) {
-    if (type == KV_INT4) {
+    if (type >= KV_INT4) {
         *zero = round_down(low);
-        return round_up(_mm512_div_ps(_mm512_sub_ps(high, *zero), _mm512_set1_ps(15)));
+        return round_up(_mm512_div_ps(_mm512_sub_ps(high, *zero), _mm512_set1_ps(type == KV_INT4 ? 15 : 7)));
     }
     __m512 middle = _mm512_mul_ps(_mm512_add_ps(low, high), _mm512_set1_ps(0.5f));
     middle = _mm512_min_ps(_mm512_set1_ps(LARGEST), _mm512_max_ps(_mm512_set1_ps(-LARGEST), middle));
@@ -171,8 +226,8 @@ QK_INLINE __m512 channel_grid(__m512 low, __m512 high, int type, __m512 *zero) {
 
 /* Store the scales and zeros of all channels, then the codes. `keys` (tokens, stride) is overwritten with unrounded
    codes. */
-static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, float *keys, int64_t stride) {
-    const kv_array *array = &layer->key;
+static void quantize_page(const kv_layer *layer, const kv_array *array, int64_t page, int64_t head, float *keys,
+                          int64_t stride) {
     uint16_t *scales = kv_scales(layer, array, array->scale, page, head, 0);
     uint16_t *zeros = kv_scales(layer, array, array->zero, page, head, 0);
     int64_t tokens = layer->page_size, width = array->width;
@@ -198,6 +253,13 @@ static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, flo
             store_int8(to, (const uint8_t *)from, width, QK_F32, _mm512_set1_ps(1));
             continue;
         }
+        if (array->type == KV_INT3) {
+            uint8_t codes[MOST_CHANNELS];
+            for (int64_t k = 0; k < width; k++)
+                codes[k] = (uint8_t)fminf(7, fmaxf(0, rintf(from[k])));
+            pack_small(to, codes, width, KV_INT3);
+            continue;
+        }
         for (int64_t k = 0; k < width / 2; k += 16) {
             __mmask16 lanes = qk_lanes(k, width / 2);
             pack_int4(to + k, lanes, _mm512_maskz_loadu_ps(lanes, from + k),
@@ -206,42 +268,53 @@ static void quantize_page(const kv_layer *layer, int64_t page, int64_t head, flo
     }
 }
 
-/* Store in the pool the pages that this step completes, then store the newest keys in the residual window. Returns 0,
+/* Store in the pool the pages that this step completes, then store the newest tokens in the residual window. Returns 0,
    or 1 if out of memory. */
-static int store_channels(const kv_new_states *s, int64_t sequence, int64_t start, int64_t head) {
+static int store_pages(const kv_new_states *s, int64_t sequence, const waiting *w) {
     const kv_layer *layer = s->layer;
-    int64_t size = qk_state_bytes(s->type), stride = (layer->key.width + 15) / 16 * 16, tokens = layer->page_size;
-    int64_t length = s->batch->context_lengths[sequence], cached = length - s->batch->query_lengths[sequence];
-    int64_t row = s->batch->residual_rows[sequence];
-    const uint8_t *fresh = s->key + (start * s->key_stride + head * layer->key.width) * size;
-    float *keys = qk_scratch(QK_SLOT_ATTENTION_B, (size_t)(tokens * stride) * sizeof(float));
-    if (!keys)
+    int64_t stride = (w->array->width + 15) / 16 * 16, tokens = layer->page_size;
+    int64_t length = s->batch->context_lengths[sequence];
+    float *states = qk_scratch(QK_SLOT_ATTENTION_B, (size_t)(tokens * stride) * sizeof(float));
+    if (!states)
         return 1;
-    for (int64_t number = cached / tokens; number < length / tokens; number++) {
+    for (int64_t number = w->cached / tokens; number < length / tokens; number++) {
         int64_t page = s->batch->page_table[sequence * s->batch->table_stride + number];
-        gather_page(s, row, head, number * tokens, cached, fresh, keys, stride);
-        quantize_page(layer, page, head, keys, stride);
+        gather_page(s, w, number * tokens, states, stride);
+        if (w->array->granularity == KV_CHANNEL) {
+            quantize_page(layer, w->array, page, w->head, states, stride);
+            continue;
+        }
+        for (int64_t t = 0; t < tokens; t++)
+            store_token(layer, w->array, page, w->head, t, (const uint8_t *)(states + t * stride), QK_F32);
     }
-    for (int64_t at = qk_max(cached, length - layer->residual_tokens); at < length; at++)
-        store_plain(kv_residual(layer, row, head, at), fresh + (at - cached) * s->key_stride * size, layer->key.width,
-                    s->type, (int)layer->residual_type);
+    for (int64_t at = qk_max(w->cached, length - layer->residual_tokens); at < length; at++)
+        store_plain(kv_residual(layer, w->array, w->row, w->head, at), w->fresh + (at - w->cached) * w->token_bytes,
+                    w->array->width, s->type, (int)layer->residual_type);
     return 0;
 }
 
 int kv_store_head(const kv_new_states *s, int64_t sequence, int64_t start, int64_t head) {
     const kv_layer *layer = s->layer;
     int64_t size = qk_state_bytes(s->type), length = s->batch->context_lengths[sequence];
-    int64_t new = s->batch->query_lengths[sequence];
-    const uint8_t *key = s->key + (start * s->key_stride + head * layer->key.width) * size;
-    const uint8_t *value = s->value + (start * s->value_stride + head * layer->value.width) * size;
-    for (int64_t i = 0; i < new; i++) {
-        int64_t position = length - new + i, token = position % layer->page_size;
-        int64_t page = s->batch->page_table[sequence * s->batch->table_stride + position / layer->page_size];
-        store_token(layer, &layer->value, page, head, token, value + i * s->value_stride * size, s->type);
-        if (!layer->residual)
-            store_token(layer, &layer->key, page, head, token, key + i * s->key_stride * size, s->type);
+    int64_t new = s->batch->query_lengths[sequence], row = s->batch->residual_rows[sequence];
+    const waiting sides[] = {
+        {&layer->key, s->key + (start * s->key_stride + head * layer->key.width) * size, s->key_stride * size,
+         row, head, length - new},
+        {&layer->value, s->value + (start * s->value_stride + head * layer->value.width) * size,
+         s->value_stride * size, row, head, length - new}};
+    int failed = 0;
+    for (const waiting *w = sides; w < sides + 2; w++) {
+        if (w->array->residual) {
+            failed |= store_pages(s, sequence, w);
+            continue;
+        }
+        for (int64_t i = 0; i < new; i++) {
+            int64_t position = length - new + i, token = position % layer->page_size;
+            int64_t page = s->batch->page_table[sequence * s->batch->table_stride + position / layer->page_size];
+            store_token(layer, w->array, page, head, token, w->fresh + i * w->token_bytes, s->type);
+        }
     }
-    return layer->residual ? store_channels(s, sequence, start, head) : 0;
+    return failed;
 }
 
 int kv_store(const kv_new_states *s, int threads) {

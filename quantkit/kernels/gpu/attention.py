@@ -1,7 +1,8 @@
 """Paged attention of a layer on a CUDA device, in up to four launches.
 
 The first launch norms, rotates and stores heads. The second attends for sequences with one new token, the third for
-sequences with several. The fourth stores keys that are quantized per channel.
+sequences with several. The fourth stores keys that are quantized per channel, and values beside
+them.
 """
 
 from collections.abc import Callable
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import gpu
-from quantkit.kernels.gpu import kv_store, paged_attention, power_of_two
+from quantkit.kernels.gpu import kv_store, page_store, paged_attention, power_of_two
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.reference.attention import attend, store_residuals
+from quantkit.kernels.reference.kv_codes import is_turned
 from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, PagedAttention, States
 
 _LARGEST_HEAD = 256
+_LARGEST_TURNED = 128  # rotating values back takes a square of the head's width in shared memory
 
 
 def can(views: KVViews) -> bool:
@@ -25,7 +28,8 @@ def can(views: KVViews) -> bool:
     layout, size = views.layout, views.layout.page_size
     pages = 16 <= size <= 256 and power_of_two(size) == size
     narrow = layout.dtype in (torch.bfloat16, torch.float16)
-    return pages and narrow and layout.head_dim <= _LARGEST_HEAD
+    most = _LARGEST_TURNED if is_turned(layout.scheme.value) else _LARGEST_HEAD
+    return pages and narrow and layout.head_dim <= most
 
 
 class TritonAttention:
@@ -57,8 +61,8 @@ class TritonAttention:
         out: Tensor | None = attempt(_attend, states, views, batch, options)
         if out is None:
             out = attend(states, views, batch, options)
-        if len(key) and views.key_residual is not None and attempt(kv_store.store_keys, key, views, batch) is None:
-            store_residuals(key, views, batch)
+        if len(key) and views.residuals and attempt(page_store.store_waiting, key, value, views, batch) is None:
+            store_residuals(key, value, views, batch)
         return out
 
 

@@ -93,7 +93,7 @@ def product_tile(count: int, chip: int) -> Tile:
 
 
 def page_tile(
-    head_dim: int, page_size: int, chip: int, *, single: bool, quantized: bool = False, halved: bool = False
+    head_dim: int, page_size: int, chip: int, *, single: bool, quantized: bool = False, packed: bool = False
 ) -> Tile:
     """Return the tile of attention over pages.
 
@@ -103,7 +103,7 @@ def page_tile(
         chip: compute capability.
         single: whether each sequence has one new token.
         quantized: whether keys or values are quantized.
-        halved: whether two channels of keys or values share a byte.
+        packed: whether several channels of keys or values share a byte.
     """
     wide = head_dim > 128
     # With three stages, two tiles are loaded during work on a third; shared memory must hold that for two programs.
@@ -112,5 +112,5 @@ def page_tile(
     if single:
         return Tile(rows=16, columns=columns, warps=8 if wide else 4, stages=stages)
     # The registers hold the sums of all rows and, for codes, also the numbers that they are converted to.
-    crowded = wide if quantized and not halved else head_dim > 64 and halved
+    crowded = wide if quantized and not packed else head_dim > 64 and packed
     return Tile(rows=32 if crowded else 64, columns=columns, warps=8 if head_dim > 64 else 4, stages=stages)

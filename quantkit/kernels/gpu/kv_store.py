@@ -1,29 +1,23 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 """Storage of new keys and values in the cache: norm, rotate and store heads in one launch before attention.
 
 Rounding matches `reference.kv_codes` bit for bit. E4M3 is rounded with integer operations, so that it works on every
-device. A second launch after attention stores keys that are quantized per channel.
+device. Keys that are quantized per channel, and values beside them, are stored after attention by `page_store`.
 Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, R of them rotate, S tokens per page.
 
 Storing before attention is safe, because attention reads only earlier positions from the cache and takes new tokens
 from `key` and `value`. Shared pages are never written. A later step overwrites rejected drafts, because it
 stores all positions from its first new one on. Padding tokens of a captured batch have slot -1 and are not stored.
-
-Keys with scales per channel stay in the sequence's residual window, in 16 bits, until their page is complete. Attention
-must read the window before this step updates it, so these keys are stored in a launch after attention. Each page that a
-sequence completes is quantized by one program. Only the page that was open has older keys; its program reads these from
-the window before it writes the newest keys there. The other programs read only new keys. So no key is read after it has
-been overwritten, for any number of new tokens.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from quantkit.kernels.gpu import power_of_two
 from quantkit.kernels.gpu.floats import round_even, to_e4m3
-from quantkit.kernels.gpu.paged_tiles import fixed, page_constants, page_tensors, residual_strides, strides
+from quantkit.kernels.gpu.paged_tiles import fixed, page_constants, page_tensors, strides
+from quantkit.kernels.gpu.small_codes import store_turned
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, States
 
@@ -37,22 +31,23 @@ def _round_up(scale):
 
 
 @triton.jit
-def _int4_grid(low, high):
-    """Return the fp16 scale and zero of INT4 codes for numbers between two bounds."""
+def unsigned_grid(low, high, LARGEST: tl.constexpr):
+    """Return the fp16 scale and zero of codes 0..LARGEST for numbers between two bounds."""
     zero = low - tl.abs(low) * 0.00048828125 - 2.9802322387695312e-08
     zero = tl.minimum(tl.maximum(zero, -65504.0), 65504.0).to(tl.float16)
-    return _round_up(tl.div_rn(high - zero.to(tl.float32), 15.0)), zero
+    return _round_up(tl.div_rn(high - zero.to(tl.float32), LARGEST)), zero
 
 
 @triton.jit
-def _int4_codes(x, scale, zero):
+def unsigned_codes(x, scale, zero, LARGEST: tl.constexpr):
+    """Return codes 0..LARGEST."""
     # Divided as torch divides: the compiler's own `/` may be off by a unit in the last place, and then so may a code.
     code = round_even(tl.div_rn(x - zero, scale))
-    return tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.uint8)
+    return tl.minimum(tl.maximum(code, 0.0), LARGEST).to(tl.uint8)
 
 
 @triton.jit
-def _int8_grid(low, high):
+def int8_grid(low, high):
     """Return the fp16 scale and zero of signed INT8 codes for numbers between two bounds."""
     zero = tl.minimum(tl.maximum((low + high) * 0.5, -65504.0), 65504.0).to(tl.float16)
     middle = zero.to(tl.float32)
@@ -60,13 +55,14 @@ def _int8_grid(low, high):
 
 
 @triton.jit
-def _int8_codes(x, scale, zero):
+def int8_codes(x, scale, zero):
+    """Return signed codes, as bytes."""
     code = round_even(tl.div_rn(x - zero, scale))
     return tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def _store_token(
+def store_token(
     source, codes, scale, zero, page, head, inside, code_strides, scale_strides, fixed_scale,
     KIND: tl.constexpr, GRANULARITY: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -81,13 +77,16 @@ def _store_token(
         tl.store(target, x.to(codes.dtype.element_ty), mask=real)
     elif GRANULARITY == 0:
         tl.store(target, to_e4m3(tl.div_rn(x, fixed_scale)), mask=real)
+    elif KIND > 4:
+        store_turned(source, codes + page * code_strides[0] + head * code_strides[1] + inside * code_strides[2],
+                      scale + at_scale, KIND, WIDTH, BLOCK)  # fmt: skip
     elif KIND == 3:
         other = tl.load(source + WIDTH + channels, mask=real, other=0.0).to(tl.float32)
         low = tl.min(tl.where(real, tl.minimum(x, other), float("inf")), 0)
         high = tl.max(tl.where(real, tl.maximum(x, other), float("-inf")), 0)
-        step, origin = _int4_grid(low, high)
-        lows = _int4_codes(x, step.to(tl.float32), origin.to(tl.float32))
-        highs = _int4_codes(other, step.to(tl.float32), origin.to(tl.float32))
+        step, origin = unsigned_grid(low, high, 15.0)
+        lows = unsigned_codes(x, step.to(tl.float32), origin.to(tl.float32), 15.0)
+        highs = unsigned_codes(other, step.to(tl.float32), origin.to(tl.float32), 15.0)
         tl.store(target, lows | (highs << 4), mask=real)
         tl.store(scale + at_scale, step)
         tl.store(zero + at_scale, origin)
@@ -165,9 +164,9 @@ def _enter_kernel(
     slot = tl.load(slots + token)
     page, inside = slot // PAGE, slot % PAGE
     if head >= HEADS:
-        if slot >= 0:
+        if (K_GRANULARITY != 2 or V_GRANULARITY != 1) and slot >= 0:  # others wait for their page to be complete
             source = value + token * value_strides[0] + (head - HEADS) * value_strides[1]
-            _store_token(
+            store_token(
                 source, v_codes, v_scale, v_zero, page, head - HEADS, inside, vc_strides, vs_strides,
                 tl.load(v_fixed + head - HEADS), V_KIND, V_GRANULARITY, V_WIDTH, V_BLOCK,
             )  # fmt: skip
@@ -180,7 +179,7 @@ def _enter_kernel(
     if K_GRANULARITY != 2:  # keys with scales per channel are stored after attention
         tl.debug_barrier()  # threads other than those that wrote the key read it again
         if slot >= 0:
-            _store_token(
+            store_token(
                 source, k_codes, k_scale, k_zero, page, head, inside, kc_strides, ks_strides, tl.load(k_fixed + head),
                 K_KIND, K_GRANULARITY, K_WIDTH, K_BLOCK,
             )  # fmt: skip
@@ -218,105 +217,3 @@ def enter(
         **constants, num_warps=1,
     )  # fmt: skip
     return states
-
-
-@triton.jit
-def _channels_of_page(
-    fresh, window, positions, cached, channel, real, scale, zero, token_stride, slot_stride,
-    KIND: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Return the codes (PAGE, CHANNELS) of some channels of a page, and store their scales and zeros."""
-    is_old = (positions < cached)[:, None]
-    slots, tokens = (positions % RESIDUAL).to(tl.int64), (positions - cached).to(tl.int64)
-    older = tl.load(window + slots[:, None] * slot_stride + channel[None, :], mask=is_old & real[None, :], other=0.0)
-    at = fresh + tokens[:, None] * token_stride + channel[None, :]
-    newer = tl.load(at, mask=(is_old == 0) & real[None, :], other=0.0).to(window.dtype.element_ty)
-    x = tl.where(is_old, older, newer).to(tl.float32)
-    low, high = tl.min(x, 0), tl.max(x, 0)
-    if KIND == 3:
-        step, origin = _int4_grid(low, high)
-        chosen = _int4_codes(x, step.to(tl.float32)[None, :], origin.to(tl.float32)[None, :])
-    else:
-        step, origin = _int8_grid(low, high)
-        chosen = _int8_codes(x, step.to(tl.float32)[None, :], origin.to(tl.float32)[None, :])
-    tl.store(scale + channel, step, mask=real)
-    tl.store(zero + channel, origin, mask=real)
-    return chosen
-
-
-@triton.jit
-def _store_keys_kernel(
-    key, residual, residual_rows, query_starts, positions, page_table, codes, scale, zero,
-    key_strides, residual_strides, table_stride, code_strides, scale_strides,
-    KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Quantize and store one page of one sequence in one head. The program of the first page also stores the newest
-    keys in the residual window. With INT4, WIDTH is half the number of channels: channel i shares a byte with channel i
-    + WIDTH.
-    """
-    number, head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    start = tl.load(query_starts + sequence)
-    count = tl.load(query_starts + sequence + 1) - start
-    if count < 1:
-        return
-    cached = tl.load(positions + start).to(tl.int32)
-    fresh = key + start.to(tl.int64) * key_strides[0] + head * key_strides[1]
-    window = residual + tl.load(residual_rows + sequence) * residual_strides[0] + head * residual_strides[1]
-    index = cached // PAGE + number
-    if (index + 1) * PAGE <= cached + count:
-        page = tl.load(page_table + sequence * table_stride + index).to(tl.int64)
-        lanes = tl.arange(0, PAGE)
-        base = page * scale_strides[0] + head * scale_strides[1]
-        target = codes + page * code_strides[0] + head * code_strides[1]
-        # Some channels at a time, because registers hold all tokens of a page, for INT4 of both halves of the bytes.
-        CHANNELS: tl.constexpr = 16
-        for first in range(0, WIDTH, CHANNELS):
-            some = first + tl.arange(0, CHANNELS)
-            stored = _channels_of_page(
-                fresh, window, index * PAGE + lanes, cached, some, some < WIDTH, scale + base, zero + base,
-                key_strides[0], residual_strides[2], KIND, RESIDUAL,
-            )  # fmt: skip
-            if KIND == 3:
-                high = _channels_of_page(
-                    fresh + WIDTH, window + WIDTH, index * PAGE + lanes, cached, some, some < WIDTH,
-                    scale + base + WIDTH, zero + base + WIDTH, key_strides[0], residual_strides[2], KIND, RESIDUAL,
-                )  # fmt: skip
-                stored = stored | (high << 4)
-            at = lanes.to(tl.int64)[:, None] * code_strides[2] + some[None, :]
-            tl.store(target + at, stored, mask=(some < WIDTH)[None, :])
-    if number == 0:
-        tl.debug_barrier()  # every thread has read the window before one writes there
-        channels = tl.arange(0, BLOCK)
-        # Skips tokens whose slots later tokens of this step would overwrite.
-        for first in range(tl.maximum(count - RESIDUAL, 0), count, 16):
-            tokens = first + tl.arange(0, 16)
-            mask = (tokens < count)[:, None] & (channels < WIDTH)[None, :]
-            slots = ((cached + tokens) % RESIDUAL).to(tl.int64)[:, None] * residual_strides[2]
-            at = fresh + tokens.to(tl.int64)[:, None] * key_strides[0]
-            for half in tl.static_range(2 if KIND == 3 else 1):
-                newest = tl.load(at + half * WIDTH + channels[None, :], mask=mask, other=0.0)
-                here = window + slots + half * WIDTH + channels[None, :]
-                tl.store(here, newest.to(residual.dtype.element_ty), mask=mask)
-
-
-def store_keys(key: Tensor, views: KVViews, batch: ForwardBatch) -> Tensor:
-    """Store keys that are quantized per channel, as `reference.attention.store_residuals` does.
-
-    Args:
-        key: (T, H, D), rotated, channels contiguous.
-        views: pages and residual windows of the layer; modified.
-        batch: the batch of the step.
-    Returns:
-        The keys.
-    """
-    layout, constants = views.layout, page_constants(views)
-    size, lengths = layout.page_size, zip(batch.context_lengths, batch.query_lengths, strict=True)
-    # At least one page, because its program stores the newest keys even if no page becomes complete.
-    pages = max(max(length // size - (length - new) // size, 1) for length, new in lengths)
-    _store_keys_kernel[pages, layout.num_heads, len(batch.query_lengths)](
-        key, views.key_residual, batch.residual_rows, batch.query_starts, batch.positions, batch.page_table,
-        *page_tensors(views)[:3], key.stride()[:2], residual_strides(views), batch.page_table.stride(0),
-        *strides(views)[:2], KIND=constants["K_KIND"], WIDTH=constants["K_WIDTH"], BLOCK=constants["K_BLOCK"],
-        PAGE=size, RESIDUAL=constants["RESIDUAL"], num_warps=4,
-    )  # fmt: skip
-    return key

@@ -25,14 +25,14 @@ from quantkit.kernels.gpu.paged_tiles import (
     page_tensors,
     residual_strides,
     score_keys,
-    softmax_step,
     strides,
     visible,
+    weigh_plain,
 )
 from quantkit.kernels.gpu.split_kv import chunk, empty_partials, merge_splits, split_bounds, splits_of_cache, store_out
 from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
-from quantkit.numerics.dtype import FP8, INT4
+from quantkit.numerics.dtype import FP8
 
 FP8_CAPABILITY = 90
 """Lowest compute capability (times ten) on which the kernels use the chip's own e4m3 conversion. Ada (89) has one too,
@@ -46,15 +46,11 @@ _BY_HAND = 256.0  # factor by which e4m3 codes decoded by moving bits are too sm
 def _over_fresh(
     query, own, first, cached, stop, key, key_stride, value, value_stride, state,
     scale, softcap, window, K_HALVED: tl.constexpr, V_HALVED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr,
-    V_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Update the running softmax with the first `stop` new keys and values of the sequence. Each row sees the keys up
     to its own position, within its window.
     """
-    DTYPE: tl.constexpr = query[0].dtype
-    top, total, acc, acc_high = state
-    channels = tl.arange(0, V_BLOCK)
     for index in range(tl.maximum(first - cached, 0) // TILE * TILE, stop, TILE):
         fresh = index + tl.arange(0, TILE)
         real = fresh < stop
@@ -62,16 +58,9 @@ def _over_fresh(
         mask = (cached + fresh)[None, :] <= own[:, None]
         if HAS_WINDOW:
             mask &= own[:, None] - (cached + fresh)[None, :] < window
-        weights, decay, top, total = softmax_step(visible(scores, mask, softcap, HAS_SOFTCAP), top, total)
-        narrow = weights.to(DTYPE)
-        at = value + fresh.to(tl.int64)[:, None] * value_stride + channels[None, :]
-        mask = real[:, None] & (channels < V_WIDTH)[None, :]
-        values = tl.load(at, mask=mask, other=0.0).to(DTYPE)
-        acc = tl.dot(narrow, values, acc * decay[:, None], input_precision="ieee")
-        if V_HALVED:
-            values = tl.load(at + V_WIDTH, mask=mask, other=0.0).to(DTYPE)
-            acc_high = tl.dot(narrow, values, acc_high * decay[:, None], input_precision="ieee")
-    return top, total, acc, acc_high
+        scores, at = visible(scores, mask, softcap, HAS_SOFTCAP), value + fresh.to(tl.int64) * value_stride
+        state = weigh_plain(scores, state, at, real, query[0].dtype, V_HALVED, V_WIDTH)
+    return state
 
 
 @triton.jit
@@ -108,8 +97,8 @@ def _store(
 @autotuned("ROWS", "TILE", "GROUP", "K_KIND", "V_KIND", "K_WIDTH", "IS_SPLIT", "SINGLE", staged=False)
 @triton.jit
 def _attend_kernel(
-    query, key, value, residual, residual_rows, page_table, query_starts, positions, out, partial_out, partial_sums,
-    counters, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
+    query, key, value, key_residual, value_residual, residual_rows, page_table, query_starts, positions, out,
+    partial_out, partial_sums, counters, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
     query_strides, key_strides, value_strides, residual_strides, out_strides, table_stride,
     kc_strides, ks_strides, vc_strides, vs_strides,
     scale, k_fixed, v_fixed, k_unit, v_unit, softcap, window, num_splits,
@@ -144,10 +133,10 @@ def _attend_kernel(
     begin, end, num_active = split_bounds(first, cached, split, num_splits, TILE)
     if split >= num_active:
         return
-    if HAS_RESIDUAL:
-        residual += tl.load(residual_rows + sequence) * residual_strides[0]
+    row = tl.load(residual_rows + sequence) * residual_strides[0] if HAS_RESIDUAL else 0
     state = over_cache(
-        q, own, first, begin, end, cached, head, residual, page_table + sequence * table_stride,
+        q, own, first, begin, end, cached, head, (key_residual, value_residual, row),
+        page_table + sequence * table_stride,
         (k_codes, k_scale, k_zero, kc_strides, ks_strides), (v_codes, v_scale, v_zero, vc_strides, vs_strides),
         residual_strides, scale, tl.load(k_fixed + head) * k_unit, tl.load(v_fixed + head) * v_unit, softcap, window,
         K_KIND, K_GRANULARITY, V_KIND, V_GRANULARITY, NATIVE_FP8, HAS_RESIDUAL, RESIDUAL, HAS_WINDOW, HAS_SOFTCAP,
@@ -157,8 +146,7 @@ def _attend_kernel(
     state = _over_fresh(
         q, own, first, cached, stop, key + start * key_strides[0] + head * key_strides[1], key_strides[0],
         value + start * value_strides[0] + head * value_strides[1], value_strides[0], state, scale, softcap, window,
-        K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP, K_WIDTH, K_BLOCK, V_WIDTH,
-        V_BLOCK, 16 if SINGLE else TILE,
+        K_KIND == 3, V_KIND == 3, HAS_WINDOW, HAS_SOFTCAP, K_WIDTH, K_BLOCK, V_WIDTH, 16 if SINGLE else TILE,
     )  # fmt: skip
     _store(
         out, out_strides, partial_out, partial_sums, counters, state, (rows, kept, start, count, number, split), head,
@@ -184,7 +172,8 @@ def attend(
     lanes, most = power_of_two(query.shape[1] // layout.num_heads), 1 if single else max(batch.query_lengths)
     kinds = [array.scheme.dtype for array in (views.key, views.value)]
     shape, chip = (layout.head_dim, layout.page_size), capability(query.device)
-    tile = choices.page_tile(*shape, chip, single=single, quantized=layout.scheme.is_quantized, halved=INT4 in kinds)
+    packed = any(kind is not None and kind.bits < 8 for kind in kinds)
+    tile = choices.page_tile(*shape, chip, single=single, quantized=layout.scheme.is_quantized, packed=packed)
     # No more rows than the tokens need, so that drafts run shorter than prompts; tensor cores take at least 16.
     rows = max(16, lanes, min(tile.rows, power_of_two(most) * lanes))
     merged, programs = lanes if single else rows, -(-most // (rows // lanes))
@@ -194,7 +183,8 @@ def attend(
     constants = _constants(states, views, options)
     fp8_unit = 1.0 if constants["NATIVE_FP8"] else _BY_HAND
     _attend_kernel[programs * splits, layout.num_heads, count](
-        *states, views.key_residual, batch.residual_rows, batch.page_table, batch.query_starts, batch.positions, out,
+        *states, views.key_residual, views.value_residual, batch.residual_rows, batch.page_table, batch.query_starts,
+        batch.positions, out,
         *empty_partials(tiles, splits, merged, layout.head_dim, query.device), *page_tensors(views),
         *(one.stride()[:2] for one in states), residual_strides(views), out.stride()[:2], batch.page_table.stride(0),
         *strides(views), float(options.scale), fixed(views.key), fixed(views.value),

@@ -3,11 +3,11 @@
 """Tiles of cached pages inside attention: key scores, and values in a running softmax, in every KV type.
 
 Products use the codes as small integers. Scales per token multiply scores and probabilities; scales per channel
-multiply the query (INT4) or the keys (INT8), once per tile. INT4 needs two half products, one for the low and one for
-the high nibbles: queries and sums are then split into two halves of their channels (HALVED), and widths and blocks
-refer to one half. Three arguments are tuples: `query` is (low half, high half); `pages` is (codes, scales, zeros,
-strides of codes, strides of scales); `state`, of the softmax, is (largest score, sum of weights, weighted values of the
-low half, of the high half).
+multiply the query (INT4) or the keys (INT8, INT3), once per tile. INT4 needs two half products, one for the low and one
+for the high nibbles: queries and sums are then split into two halves of their channels (HALVED), and widths and blocks
+refer to one half. Codes of 2 and 3 bits are loaded as one number per channel. Three arguments are tuples: `query` is
+(low half, high half); `pages` is (codes, scales, zeros, strides of codes, strides of scales); `state`, of the softmax,
+is (largest score, sum of weights, weighted values of the low half, of the high half).
 Shapes: ROWS of queries, TILE tokens of a page; layouts: `kernels.layouts`.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention.
 
@@ -24,17 +24,20 @@ from torch import Tensor
 
 from quantkit.kernels.gpu import power_of_two
 from quantkit.kernels.gpu.floats import INTERPRETED, half_of_e4m3
+from quantkit.kernels.gpu.small_codes import load_small, turn_back
 from quantkit.kernels.layouts import KVViews, PagedArray
-from quantkit.numerics.dtype import FP8, INT4, INT8, DType
+from quantkit.kernels.reference.kv_codes import is_turned
+from quantkit.numerics.dtype import FP8, INT2, INT3, INT4, INT8, DType
 
 # The numbers that stand for KV types and granularities in the kernels. Scales per tensor or head are fixed; others are
 # stored.
-_KINDS: dict[DType | None, int] = {None: 0, FP8: 1, INT8: 2, INT4: 3}
+_KINDS: dict[DType | None, int] = {None: 0, FP8: 1, INT8: 2, INT4: 3, INT3: 4}
+_TURNED_KINDS: dict[DType | None, int] = {INT3: 5, INT2: 6}  # values, which are rotated
 _GRANULARITIES = {"tensor": 0, "head": 0, "token": 1, "channel": 2}
 
 
 def residual_strides(views: KVViews) -> tuple[int, ...]:
-    """Return the strides of the residual windows along rows, heads and slots."""
+    """Return the strides of the residual windows, the same for keys and values, along rows, heads and slots."""
     return (0, 0, 0) if views.key_residual is None else views.key_residual.stride()[:3]
 
 
@@ -44,7 +47,7 @@ def page_constants(views: KVViews) -> dict[str, int]:
     for side, array in (("K", views.key), ("V", views.value)):
         # Elements of a stored row: half the channels if two share a byte.
         width = views.layout.head_dim // 2 if array.scheme.dtype is INT4 else views.layout.head_dim
-        constants[f"{side}_KIND"] = _KINDS[array.scheme.dtype]
+        constants[f"{side}_KIND"] = (_TURNED_KINDS if is_turned(array.scheme) else _KINDS)[array.scheme.dtype]
         constants[f"{side}_GRANULARITY"] = 0 if array.scheme.dtype is None else _GRANULARITIES[array.scheme.granularity]
         constants[f"{side}_WIDTH"] = width
         constants[f"{side}_BLOCK"] = max(16, power_of_two(width))  # the minimum of tensor cores
@@ -85,6 +88,8 @@ def _numbers(codes, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, DTYPE: tl.cons
         numbers = half_of_e4m3(codes.to(tl.uint16)).to(DTYPE)
     elif KIND == 2:
         numbers = codes.to(tl.int8, bitcast=True).to(DTYPE)
+    elif KIND > 4:  # codes of rotated values have zero in their middle
+        numbers = codes.to(DTYPE) - (3.5 if KIND == 5 else 1.5)
     else:
         numbers = codes.to(DTYPE)
     return numbers
@@ -144,12 +149,16 @@ def score_keys(query, at, seen, HALVED: tl.constexpr, WIDTH: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _load_codes(pages, page, head, inside, seen, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _load_codes(pages, page, head, inside, seen, KIND: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Load the codes (TILE, BLOCK) of a tile, and return the offset of its page's scales."""
     channels = tl.arange(0, BLOCK)
     mask = seen[:, None] & (channels < WIDTH)[None, :]
     at = page * pages[3][0] + head * pages[3][1] + inside.to(tl.int64)[:, None] * pages[3][2]
-    return tl.load(pages[0] + at + channels[None, :], mask=mask, other=0), page * pages[4][0] + head * pages[4][1]
+    if KIND < 4:
+        codes = tl.load(pages[0] + at + channels[None, :], mask=mask, other=0)
+    else:
+        codes = load_small(pages[0] + at, channels[None, :], mask, KIND, WIDTH)
+    return codes, page * pages[4][0] + head * pages[4][1]
 
 
 @triton.jit
@@ -180,7 +189,7 @@ def _score_tile(
     """Return the products (ROWS, TILE) of queries with the keys of a tile, without the fixed scale."""
     q, q_high = query
     scale, zero = pages[1], pages[2]
-    loaded, base = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
+    loaded, base = _load_codes(pages, page, head, inside, seen, KIND, WIDTH, BLOCK)
     empty = tl.zeros((q.shape[0], inside.shape[0]), tl.float32)
     if KIND != 3 and GRANULARITY != 2:
         scores = _score(q, _numbers(loaded, KIND, NATIVE_FP8, q.dtype), empty)
@@ -240,7 +249,7 @@ def _weigh_tile(
     """Update the running softmax with the visible scores (ROWS, TILE) and the values of one tile."""
     top, total, acc, acc_high = state
     weights, decay, top, total = softmax_step(scores, top, total)
-    loaded, _ = _load_codes(pages, page, head, inside, seen, WIDTH, BLOCK)
+    loaded, _ = _load_codes(pages, page, head, inside, seen, KIND, WIDTH, BLOCK)
     # The zero of a token adds the same to all its channels: one sum, of weights not yet multiplied by scales.
     shift = tl.zeros_like(total)
     if KIND == 3:
@@ -256,6 +265,24 @@ def _weigh_tile(
     else:
         values = _numbers(loaded, KIND, NATIVE_FP8, DTYPE)
         acc = tl.dot(narrow, values, acc * decay[:, None], input_precision="ieee")
+    return top, total, acc, acc_high
+
+
+@triton.jit
+def weigh_plain(scores, state, at, seen, DTYPE: tl.constexpr, HALVED: tl.constexpr, WIDTH: tl.constexpr):
+    """Update the running softmax with visible scores (ROWS, TILE) and unquantized values, whose first channels are at
+    the pointers `at`.
+    """
+    top, total, acc, acc_high = state
+    weights, decay, top, total = softmax_step(scores, top, total)
+    narrow, channels = weights.to(DTYPE), tl.arange(0, acc.shape[1])
+    mask = seen[:, None] & (channels < WIDTH)[None, :]
+    at = at[:, None] + channels[None, :]
+    values = tl.load(at, mask=mask, other=0.0).to(DTYPE)
+    acc = tl.dot(narrow, values, acc * decay[:, None], input_precision="ieee")
+    if HALVED:
+        values = tl.load(at + WIDTH, mask=mask, other=0.0).to(DTYPE)
+        acc_high = tl.dot(narrow, values, acc_high * decay[:, None], input_precision="ieee")
     return top, total, acc, acc_high
 
 
@@ -296,19 +323,21 @@ def _page_at(table, start, end, PAGE: tl.constexpr):
 
 @triton.jit
 def over_cache(
-    query, own, first, begin, end, cached, head, residual, table, key_pages, value_pages, residual_strides,
+    query, own, first, begin, end, cached, head, residuals, table, key_pages, value_pages, residual_strides,
     scale, k_factor, v_factor, softcap, window,
     K_KIND: tl.constexpr, K_GRANULARITY: tl.constexpr, V_KIND: tl.constexpr, V_GRANULARITY: tl.constexpr,
     NATIVE_FP8: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RESIDUAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, K_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr,
     V_WIDTH: tl.constexpr, V_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run the softmax over cached positions begin..end: first over pages, then over the residual window, which holds
-    keys until their page is complete.
+    """Run the softmax over cached positions begin..end: first over pages, then over the residual windows, which hold
+    keys, and values that are quantized per token, until their page is complete.
 
-    `own` holds the position of each row and is used if HAS_WINDOW. `residual` points to the sequence's residual window.
+    `own` holds the position of each row and is used if HAS_WINDOW. `residuals` is (windows of keys, of values, offset
+    of the sequence's row).
     """
     ROWS: tl.constexpr = query[0].shape[0]
+    VALUES_WAIT: tl.constexpr = HAS_RESIDUAL and V_GRANULARITY == 1
     # Without halves, nothing is added to the second sum, and the compiler removes it.
     acc = tl.zeros((ROWS, V_BLOCK), tl.float32)
     state = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), acc, acc
@@ -328,18 +357,27 @@ def over_cache(
             visible(scores * (scale * k_factor), mask, softcap, HAS_SOFTCAP), state, value_pages, value_factors, page,
             head, inside, read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
         )  # fmt: skip
+    if V_KIND > 4:
+        state = state[0], state[1], turn_back(state[2], state[1], query[0].dtype, V_WIDTH), state[3]
+    if VALUES_WAIT:  # those of the window have no factor
+        state = state[0], state[1], state[2] * v_factor, state[3] * v_factor
     if HAS_RESIDUAL:
         coming = _page_at(table, tl.maximum(begin, whole), end, PAGE)
         for start in range(tl.maximum(begin, whole), end, TILE):
             page = coming
             coming = _page_at(table, start + TILE, end, PAGE)
             at, inside, read, mask = _tile_at(start, first, end, own, window, PAGE, TILE, HAS_WINDOW)
-            value_factors = _token_factors(value_pages, page, head, inside, read, V_KIND, V_GRANULARITY)
-            keys = residual + head * residual_strides[1] + (at % RESIDUAL).to(tl.int64) * residual_strides[2]
-            scores = score_keys(query, keys, read, K_KIND == 3, K_WIDTH, K_BLOCK)
-            state = _weigh_tile(
-                visible(scores * scale, mask, softcap, HAS_SOFTCAP), state, value_pages, value_factors, page,
-                head, inside, read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
-            )  # fmt: skip
+            slot = residuals[2] + head * residual_strides[1] + (at % RESIDUAL).to(tl.int64) * residual_strides[2]
+            scores = score_keys(query, residuals[0] + slot, read, K_KIND == 3, K_WIDTH, K_BLOCK)
+            scores = visible(scores * scale, mask, softcap, HAS_SOFTCAP)
+            if VALUES_WAIT:
+                state = weigh_plain(scores, state, residuals[1] + slot, read, query[0].dtype, V_KIND == 3, V_WIDTH)
+            else:
+                state = _weigh_tile(
+                    scores, state, value_pages, _token_factors(value_pages, page, head, inside, read, V_KIND, 0), page,
+                    head, inside, read, query[0].dtype, V_KIND, V_GRANULARITY, NATIVE_FP8, V_WIDTH, V_BLOCK,
+                )  # fmt: skip
     top, total, acc, acc_high = state
-    return top, total, acc * v_factor, acc_high * v_factor
+    if not VALUES_WAIT:
+        acc, acc_high = acc * v_factor, acc_high * v_factor
+    return top, total, acc, acc_high

@@ -81,16 +81,19 @@ def _gather(views: KVViews, batch: ForwardBatch, span: Span, first: int, dtype: 
     if views.layout.rope_dim:
         latents = _read(views.key, pages, dtype)[:, first - origin : span.cached - origin]
         return latents, latents[..., views.layout.rope_dim :]
-    values = _read(views.value, pages, dtype)[:, first - origin : span.cached - origin]
-    # Keys before this position are in pages: all keys or, with a residual window, those of complete pages.
-    paged = span.cached if views.key_residual is None else max(span.cached // size * size, first)
-    keys = []
-    if paged > first:
-        whole = pages[: -(-paged // size) - from_page]
-        keys.append(_read(views.key, whole, dtype)[:, first - origin : paged - origin])
-    if views.key_residual is not None and span.cached > paged:
-        keys.append(_read_residual(views.key_residual, batch.residual_rows[span.row], paged, span.cached).to(dtype))
-    return torch.cat(keys, dim=1) if len(keys) > 1 else keys[0], values
+
+    def side(array: PagedArray, window: Tensor | None) -> Tensor:
+        # Tokens before this position are in pages: all or, with a residual window, those of complete pages.
+        paged = span.cached if window is None else max(span.cached // size * size, first)
+        pieces = []
+        if paged > first:
+            whole = pages[: -(-paged // size) - from_page]
+            pieces.append(_read(array, whole, dtype)[:, first - origin : paged - origin])
+        if window is not None and span.cached > paged:
+            pieces.append(_read_residual(window, batch.residual_rows[span.row], paged, span.cached).to(dtype))
+        return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+
+    return side(views.key, views.key_residual), side(views.value, views.value_residual)
 
 
 def _read(array: PagedArray, pages: Tensor, dtype: torch.dtype) -> Tensor:
@@ -115,7 +118,7 @@ def page_keys(views: KVViews, pages: Tensor) -> Tensor:
 
 
 def _read_residual(residual: Tensor, row: Tensor, start: int, stop: int) -> Tensor:
-    """Return the keys (Hkv, stop - start, D) of positions start..stop from a sequence's residual window."""
+    """Return the keys or values (Hkv, stop - start, D) of positions start..stop from a sequence's residual window."""
     slots = torch.arange(start, stop, device=residual.device) % residual.shape[2]
     return residual[row.expand(stop - start), :, slots].transpose(0, 1)
 
@@ -165,9 +168,10 @@ def attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, opti
 def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
     """Store the step's new keys and values in the cache, quantized as the layout says.
 
-    Keys that are quantized per channel go to the sequence's residual window. If this step completes a page, that page
-    is also quantized and written to the page pool. Its tokens stay in the window as long as the engine may discard some
-    of them (rejected drafts), because the page must then be quantized again.
+    Keys that are quantized per channel go to the sequence's residual window, and values beside them do if they are
+    quantized per token. If this step completes a page, that page is also quantized and written to the page pool. Its
+    tokens stay in the window as long as the engine may discard some of them (rejected drafts), because the page must
+    then be quantized again.
 
     Args:
         key: (T, Hkv, D), rotated.
@@ -177,35 +181,38 @@ def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> No
     """
     pages = torch.div(batch.slots, views.layout.page_size, rounding_mode="floor")
     offsets = batch.slots - pages * views.layout.page_size
-    if not views.layout.rope_dim:
+    if not views.layout.rope_dim and views.value_residual is None:
         _write(views.value, value, pages, offsets)
     if views.key_residual is None:
         _write(views.key, key, pages, offsets)
-        return
-    store_residuals(key, views, batch)
+    store_residuals(key, value, views, batch)
 
 
-def store_residuals(key: Tensor, views: KVViews, batch: ForwardBatch) -> None:
-    """Store keys that are quantized per channel; a part of `store`.
+def store_residuals(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
+    """Store keys and values that have residual windows; a part of `store`.
 
     Args:
         key: (T, Hkv, D), rotated.
+        value: (T, Hkv, D).
         views: pages and residual windows of the layer; modified.
         batch: the batch of the step.
     """
-    residual, size = views.key_residual, views.layout.page_size
-    assert residual is not None
+    for states, (array, window) in zip((key, value), views.residuals, strict=False):
+        _store_waiting(states, array, window, views.layout.page_size, batch)
+
+
+def _store_waiting(states: Tensor, array: PagedArray, residual: Tensor, size: int, batch: ForwardBatch) -> None:
     for span in spans(batch):
-        fresh, row = key[span.new].transpose(0, 1), batch.residual_rows[span.row]  # (Hkv, L, D)
+        fresh, row = states[span.new].transpose(0, 1), batch.residual_rows[span.row]  # (Hkv, L, D)
         length = span.cached + fresh.shape[1]
         from_page, to_page = span.cached // size, length // size
         if to_page > from_page:
-            keys = fresh.to(residual.dtype)
+            tokens = fresh.to(residual.dtype)
             if span.cached > from_page * size:
-                keys = torch.cat([_read_residual(residual, row, from_page * size, span.cached), keys], dim=1)
-            whole = keys[:, : (to_page - from_page) * size].reshape(keys.shape[0], -1, size, keys.shape[2])
+                tokens = torch.cat([_read_residual(residual, row, from_page * size, span.cached), tokens], dim=1)
+            whole = tokens[:, : (to_page - from_page) * size].reshape(tokens.shape[0], -1, size, tokens.shape[2])
             pages = batch.page_table[span.row, from_page:to_page].long()
-            views.key.put((pages,), codes_of(whole.transpose(0, 1), views.key.scheme))  # of (pages, H, S, D)
+            array.put((pages,), codes_of(whole.transpose(0, 1), array.scheme))  # of (pages, H, S, D)
         kept = min(fresh.shape[1], residual.shape[2])
         slots = torch.arange(length - kept, length, device=residual.device) % residual.shape[2]
         residual[row.expand(kept), :, slots] = fresh[:, -kept:].transpose(0, 1).to(residual.dtype)

@@ -1,33 +1,56 @@
-"""Quantization of keys and values to FP8, INT8 and INT4 codes with scales and zeros, and back. Plain torch, any device.
+"""Quantization of keys and values to codes of 2 to 8 bits with scales and zeros, and back. Plain torch, any device.
 
-Scales and zeros are fp16, and codes are computed with the rounded values. Scales are rounded up, and zeros of INT4
-down, so that they still cover the range. So an error is at most half a step for any range. A code's value is code *
-scale + zero. INT8 codes are signed: they have no zero, or a zero near the middle of the range. INT4 codes are 0..15,
-packed as drawn in `layouts`. Shapes: `...` stands for any leading dimensions, D for channels.
+Scales and zeros are fp16, and codes are computed with the rounded values. Scales are rounded up, and zeros of INT4 and
+INT3 down, so that they still cover the range. So an error is at most half a step for any range. A code's value is code
+* scale + zero. INT8 codes are signed: they have no zero, or a zero near the middle of the range. Other codes are
+0..2^bits - 1, packed as drawn in `layouts`.
+
+Values of 2 and 3 bits are rotated, after which they are nearly normally distributed. Their codes stand for numbers
+around zero, at steps that suit a normal distribution: value = (code - middle) * scale, rotated back. Before the
+rotation, the numbers are rounded to 16-bit integers. The sums of the rotation are then exact in float32 in any order
+(of up to 512 channels), so that all kernels compute the same codes.
+
+Shapes: `...` stands for any leading dimensions, D for channels.
+Source: Liu et al. 2024, KIVI (newest tokens unquantized); Ashkboos et al. 2024, QuaRot (rotation of values); Max 1960,
+Quantizing for Minimum Distortion (steps).
 """
 
 import torch
 from torch import Tensor
 
 from quantkit.kernels.layouts import SCALE_DTYPE
-from quantkit.numerics.dtype import FP8, INT4, INT8, DType
+from quantkit.numerics.dtype import FP8, INT2, INT3, INT8, DType
+from quantkit.numerics.kv_cache import turned, turned_back, turning_block
 from quantkit.numerics.scheme import CacheScheme
 
 # fp16: half a unit in the last place of a normal number, relative; half the smallest number; the largest.
 _HALF_ULP = 2.0**-11
 _HALF_TINY = 2.0**-25
+_LEAST = 1e-30  # counts as the largest magnitude if all values are smaller, so that nothing is divided by zero
 _LARGEST = 65504.0
 
+FINEST = 32767.0
+"""The largest magnitude of the integers to which values are rounded before their rotation."""
+STEPS = {2: 1.248, 3: 0.7345}
+"""Best steps, by bits, for normally distributed numbers whose mean magnitude is 1."""
 
-def pack_int4(codes: Tensor) -> Tensor:
-    """Pack (..., D) uint8 codes 0..15 into (..., D/2) bytes: channel i low, channel i + D/2 high."""
-    low, high = codes.chunk(2, dim=-1)
-    return low | (high << 4)
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack (..., D) uint8 codes of 2, 3 or 4 bits into (..., D * bits / 8) bytes, as drawn in `layouts`."""
+    if bits == 3:
+        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], dim=-1)
+    packed = torch.zeros_like(codes[..., : codes.shape[-1] * bits // 8])
+    for number, some in enumerate(codes.chunk(8 // bits, dim=-1)):
+        packed |= some << (number * bits)
+    return packed
 
 
-def unpack_int4(packed: Tensor) -> Tensor:
-    """Unpack (..., D/2) bytes to (..., D) uint8 codes 0..15; the inverse of `pack_int4`."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Unpack (..., D * bits / 8) bytes to (..., D) uint8 codes; the inverse of `pack`."""
+    if bits == 3:
+        low, high = packed.tensor_split([packed.shape[-1] * 2 // 3], dim=-1)
+        return unpack(low, 2) | (unpack(high, 1) << 2)
+    return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
 
 
 def codes_of(
@@ -40,13 +63,15 @@ def codes_of(
         scheme: must be quantized.
         fixed: scale of granularity "tensor" or "head"; broadcast over `values`.
     Returns:
-        codes: (..., D) uint8, or (..., D/2) for INT4.
+        codes: (..., D) uint8; with fewer than 8 bits, packed.
         scale, zero: fp16, (...) per token or (..., D) per channel; None if the scheme has none.
     """
     axis = -2 if scheme.granularity == "channel" else -1
     single = values.float()
     if scheme.is_fixed:
         return _to_fp8(single / fixed), None, None
+    if is_turned(scheme):
+        return _turned_codes(single, scheme.dtype)
     if scheme.symmetric:
         limit = FP8.maximum if scheme.dtype is FP8 else INT8.maximum
         scale = _round_up(single.abs().amax(axis, keepdim=True) / limit)
@@ -61,9 +86,30 @@ def codes_of(
         numbers = ((single - middle) / scale.float()).round_().clamp_(-INT8.maximum, INT8.maximum).to(torch.int8)
         return numbers.view(torch.uint8), scale.squeeze(axis), zero.squeeze(axis)
     zero = (low - low.abs() * _HALF_ULP - _HALF_TINY).clamp_(-_LARGEST, _LARGEST).to(SCALE_DTYPE)
-    scale = _round_up((high - zero.float()) / INT4.full_range)
-    codes = ((single - zero.float()) / scale.float()).round_().clamp_(0, INT4.full_range).to(torch.uint8)
-    return pack_int4(codes), scale.squeeze(axis), zero.squeeze(axis)
+    assert scheme.dtype is not None
+    largest = scheme.dtype.full_range
+    scale = _round_up((high - zero.float()) / largest)
+    codes = ((single - zero.float()) / scale.float()).round_().clamp_(0, largest).to(torch.uint8)
+    return pack(codes, scheme.dtype.bits), scale.squeeze(axis), zero.squeeze(axis)
+
+
+def is_turned(scheme: CacheScheme) -> bool:
+    """Whether values are rotated before they are rounded: with 2 and 3 bits per token."""
+    return scheme.dtype in (INT2, INT3) and scheme.granularity == "token"
+
+
+def _turned_codes(values: Tensor, dtype: DType | None) -> tuple[Tensor, Tensor, None]:
+    """Return packed codes and scales (...) of rotated values (..., D) float32."""
+    assert dtype is not None
+    width, block, middle = values.shape[-1], turning_block(values.shape[-1]), dtype.full_range / 2
+    unit = values.abs().amax(-1, keepdim=True).clamp_min(_LEAST) / FINEST
+    rotated = turned((values / unit).round())  # integers, exact
+    magnitude = rotated.abs().double().sum(-1, keepdim=True).float()  # an integer too, rounded once
+    step = STEPS[dtype.bits] * (magnitude / width) * (unit / block)
+    scale = step.clamp(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)
+    codes = rotated / (scale.float() * block / unit) + middle
+    codes = codes.round_().clamp_(0, dtype.full_range).to(torch.uint8)
+    return pack(codes, dtype.bits), scale.squeeze(-1), None
 
 
 def decode_states(
@@ -88,6 +134,9 @@ def decode_states(
     if scheme.is_fixed:
         return (single * fixed).to(dtype)
     assert scale is not None
+    if is_turned(scheme):
+        assert scheme.dtype is not None
+        return turned_back((single - scheme.dtype.full_range / 2) * scale.float().unsqueeze(axis)).to(dtype)
     single = single * scale.float().unsqueeze(axis)
     return (single if zero is None else single.add_(zero.float().unsqueeze(axis))).to(dtype)
 
@@ -96,7 +145,7 @@ def numbers_of(codes: Tensor, dtype: DType | None) -> Tensor:
     """Return codes as float32 numbers, without scale and zero."""
     if dtype is FP8:
         return codes.view(FP8.storage).float()
-    return (unpack_int4(codes) if dtype is INT4 else codes.view(torch.int8)).float()
+    return (unpack(codes, dtype.bits) if dtype is not None and dtype.bits < 8 else codes.view(torch.int8)).float()
 
 
 def _to_fp8(values: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ class KVCache:
                 torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=self.device)
                 for layout in paged.values()
             ]
-            self._residuals = [self._residual(layout) for layout in paged.values()]
+            # Keys and values wait here unquantized until their page is complete.
+            windows = [layout.new_residuals(max_sequences, self.device) for layout in paged.values()]
             self.states = {
                 n: StatePool(layout.shape, max_sequences, self.device)
                 for n, layout in enumerate(self.layouts)
@@ -97,16 +98,10 @@ class KVCache:
                 f"a KV cache of {num_pages} pages needs {needed / 2**20:.0f} MiB on {self.device}, more than is free; "
                 "lower num_pages or memory, or use a smaller KV type"
             ) from error
-        parts = zip(paged.items(), self._pools, self._residuals, strict=True)
-        self._views = {n: layout.views(pool, residual) for (n, layout), pool, residual in parts}
+        parts = zip(paged.items(), self._pools, windows, strict=True)
+        self._views = {n: layout.views(pool, own) for (n, layout), pool, own in parts}
+        self._residuals = [window for own in windows for window in own]
         self.attention = {n: paged_attention(views) for n, views in self._views.items()}
-
-    def _residual(self, layout: KVLayout) -> Tensor | None:
-        if not layout.has_residual:
-            return None
-        # A scale per channel spans a page, so keys wait here unquantized until their page is complete.
-        shape = (self.max_sequences, layout.num_heads, layout.residual_tokens, layout.head_dim)
-        return torch.empty(shape, dtype=layout.dtype, device=self.device)
 
     @property
     def is_capturable(self) -> bool:
@@ -121,7 +116,7 @@ class KVCache:
     @property
     def residual_bytes(self) -> int:
         """Bytes of the rows that sequences need besides pages: residual windows, states, and rows of entry pools."""
-        windows = sum(residual.nbytes for residual in self._residuals if residual is not None)
+        windows = sum(window.nbytes for window in self._residuals)
         rows = sum(pool.num_bytes for pool in self.states.values())
         return windows + rows + sum(pool.num_bytes for pool in self.entries.values())
 
@@ -161,9 +156,8 @@ class KVCache:
             row: row of the sequence in the residual windows.
             count: number of evicted tokens, by which to shift.
         """
-        for residual in self._residuals:
-            if residual is not None:
-                residual[row] = residual[row].roll(-count, dims=1)
+        for window in self._residuals:
+            window[row] = window[row].roll(-count, dims=1)
 
 
 def lowest(scores: Tensor, candidates: range, count: int) -> Array:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels.layouts import EntryLayout
-from quantkit.kernels.reference.kv_codes import numbers_of, pack_int4
+from quantkit.kernels.reference.kv_codes import numbers_of, pack
 from quantkit.kernels.types import ForwardBatch
 from quantkit.models.layer_state_sizes import (
     ENTRY_BLOCK,
@@ -169,7 +169,7 @@ class EntryCodes:
         if self.number is FP8:
             return numbers.to(FP8.storage).view(torch.uint8)
         if self.number is INT4:
-            return pack_int4((numbers.round() + 8).to(torch.uint8))
+            return pack((numbers.round() + 8).to(torch.uint8), 4)
         return numbers.round().to(torch.int8).view(torch.uint8)
 
 

@@ -312,6 +312,7 @@ def _scheme(name: str, group: int | None, inputs: str | None = None, *, symmetri
     return LinearScheme(weight=weight, activation=ActivationScheme(dtype=DTYPES[inputs]) if inputs else None)
 
 
+_CACHES = ("auto", "fp8", "int8", "int4", "k4v3", "k4v2", "k3v2")
 INT4 = _scheme("int4", 128)
 SCHEMES = (
     INT4,
@@ -326,7 +327,7 @@ SCHEMES = (
 CASES: dict[str, dict[str, Case]] = {
     "ops": {"norms and gates": _operations},
     "quantized_linear": {scheme.describe(): partial(_products, scheme) for scheme in SCHEMES},
-    "attention": {f"{kind} cache": partial(_attention, kind) for kind in ("auto", "fp8", "int8", "int4")},
+    "attention": {f"{kind} cache": partial(_attention, kind) for kind in _CACHES},
     "experts": {INT4.describe(): partial(_mixture, INT4)},
 }
 """Functions of the test cases, keyed by kernel family and name of the case."""

@@ -10,6 +10,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from quantkit.kernels.layouts import Layout, kv_scheme
 from quantkit.models.config import ConfigReader
+from quantkit.models.kv_sizes import KV_TYPES
 from quantkit.models.layer_state_sizes import StateShape
 from quantkit.numerics.kv_cache import FP8_HEAD, LayerCache, Scales
 from quantkit.numerics.scheme import KVScheme
@@ -112,16 +113,23 @@ def follows_checkpoint(path: str | Path) -> bool:
 def cache_type(layouts: Sequence[Layout], asked: str) -> str:
     """Return the short name of a cache's number type.
 
-    This is the name that the user gave. If it is `auto` and layers are quantized, it is the most common type of their
-    keys (of values, in a layer whose keys are unquantized).
+    This is the name that the user gave. If it is `auto` and layers are quantized, it is the type of most of them: that
+    of `--kv-cache` with the same scheme, or else the number type of the keys (of values, in a layer whose keys are
+    unquantized).
 
     Args:
         layouts: layout of each layer.
         asked: the name that the user gave.
     """
-    kept = [layout.scheme.key.dtype or layout.scheme.value.dtype for layout in layouts]
-    names = Counter(dtype.name for dtype in kept if dtype is not None)
+    names = Counter(_type_name(layout.scheme) for layout in layouts if layout.scheme.is_quantized)
     return names.most_common(1)[0][0] if asked == "auto" and names else asked
+
+
+def _type_name(scheme: KVScheme) -> str:
+    name = next((name for name in KV_TYPES if kv_scheme(name) == scheme), None)
+    dtype = scheme.key.dtype or scheme.value.dtype
+    assert dtype is not None
+    return name or dtype.name
 
 
 def _with_scales(scheme: KVScheme, scales: tuple[Scales, Scales] | None) -> LayerCache:

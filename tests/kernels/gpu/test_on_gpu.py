@@ -257,7 +257,7 @@ def test_heads_are_normed_and_rotated_as_they_are_stored(kind, interleaved, rota
         assert (actual.float() - expected.float()).abs().max() < 2e-2 * expected.float().abs().max()
 
 
-@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4", "k4v3", "k4v2", "k3v2"])
 def test_the_engine_gives_the_cpus_text(kv_cache):
     from quantkit.runtime.llm import LLM
     from quantkit.runtime.types import SamplingParams

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from quantkit.kernels.gpu import attention as gpu_attention
-from quantkit.kernels.gpu import choices, kv_store, split_kv, splits
+from quantkit.kernels.gpu import choices, page_store, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
 from quantkit.kernels.ops.attention import Stepwise
 from quantkit.kernels.reference import attention as reference
@@ -76,7 +76,7 @@ def test_every_tile_reads_pages_alike(kind, chosen, monkeypatch):
 
 
 def assert_same_memory(first, second):
-    one, other = ([*cache._pools, *filter(torch.is_tensor, cache._residuals)] for cache in (first, second))
+    one, other = ([*cache._pools, *cache._residuals] for cache in (first, second))
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
@@ -151,13 +151,16 @@ def test_keys_per_channel_are_stored_in_one_launch(monkeypatch):
     """From inside a page past several, more tokens than the window holds; too few to end a page; single ones."""
     made = Sequences(layout("int4", dim=24, page_size=16, dtype=torch.float16), (100, 30, 20, 20))
     spans, caches = [(0, 21, 100), (1, 3, 7), (2, 5, 6), (3, 15, 16)], []
-    batch, key = made.batch(spans), torch.cat([made.key[number][start:stop] for number, start, stop in spans])
-    for store in (reference.store_residuals, kv_store.store_keys):
+    batch = made.batch(spans)
+    key, value = (
+        torch.cat([states[number][start:stop] for number, start, stop in spans]) for states in (made.key, made.value)
+    )
+    for store in (reference.store_residuals, page_store.store_waiting):
         caches.append(made.cache())
         monkeypatch.setattr(kv_cache, "paged_attention", IMPLEMENTATIONS[0])
         for span in ((0, 0, 20), (0, 20, 21), (1, 0, 3), (2, 0, 5), (3, 0, 15)):
             made.step(caches[-1], [span])
-        store(key, caches[-1]._views[0], batch)
+        store(key, value, caches[-1]._views[0], batch)
     assert_same_memory(*caches)
 
 
