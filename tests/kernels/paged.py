@@ -22,7 +22,8 @@ from quantkit.kernels.types import AttentionOptions, ForwardBatch
 from quantkit.numerics.kv_cache import LayerCache, hadamard
 from quantkit.runtime.cache.kv_cache import KVCache
 
-KV_TYPES = ("auto", "fp8", "int8", "int4", "k4v3", "k4v2", "k3v2")
+# The keys of k4v2 are those of int4, and its values those of k3v2.
+KV_TYPES = ("auto", "fp8", "int8", "int4", "k4v3", "k3v2")
 IMPLEMENTATIONS = ["native", "torch"] + (["cuda"] if torch.cuda.is_available() else [])
 # Sequence, first new token, end: a prompt, chunks that end inside, at and past a page border, decodes, a verification.
 STEPS = [

@@ -312,7 +312,7 @@ def _scheme(name: str, group: int | None, inputs: str | None = None, *, symmetri
     return LinearScheme(weight=weight, activation=ActivationScheme(dtype=DTYPES[inputs]) if inputs else None)
 
 
-_CACHES = ("auto", "fp8", "int8", "int4", "k4v3", "k4v2", "k3v2")
+_CACHES = ("auto", "fp8", "int8", "int4", "k4v3", "k3v2")  # k4v2 has the keys of int4 and the values of k3v2
 INT4 = _scheme("int4", 128)
 SCHEMES = (
     INT4,
