@@ -22,11 +22,12 @@ def table() -> str:
     known = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
     first = next(iter(known.values()))["rows"][0]["drift"]
     starts = (0, *first["ends"])
-    head = ["model", "cache", "size", "KL, windows of 256"]
+    head = ["model", "cache", "size, of 16 bits", "KL, windows of 256"]
     head += [f"tokens {start + 1:,} to {end:,}" for start, end in zip(starts, first["ends"], strict=False)]
     lines = [table_line([*head, "drift per 1,000 tokens"]), "|---" * (len(head) + 1) + "|"]
     rows = [(name, row) for name, result in known.items() for row in result["rows"]]
-    lines += [table_line(_cells(name, row)) for name, row in rows]
+    wide = {name: 2 if result["about"]["dtype"] == "torch.float32" else 1 for name, result in known.items()}
+    lines += [table_line(_cells(name, row, wide[name])) for name, row in rows]
     said = "; ".join(
         f"{name}: {result['about']['dtype'].removeprefix('torch.')}, commit {result['about']['commit']}, "
         f"{result['about']['machine']}"
@@ -42,8 +43,9 @@ def table() -> str:
     return "\n".join([*lines, "", note, ""])
 
 
-def _cells(name: str, row: dict[str, Any]) -> list[str]:
+def _cells(name: str, row: dict[str, Any], wide: int) -> list[str]:
+    """`wide`: size of the model's dtype, in 16 bits."""
     drift = row["drift"]
     between = f"{drift['slope']:.4f} ({drift['slope_low']:.4f} to {drift['slope_high']:.4f})"
     figures = [f"{kl:.2g}" for kl in (row["kl"], *drift["part_kl"])]
-    return [name, f"`{row['type']}`", f"1/{1 / row['size']:.2f}", *figures, between]
+    return [name, f"`{row['type']}`", f"1/{1 / row['size'] / wide:.2f}", *figures, between]
