@@ -18,6 +18,7 @@ import yaml
 from quantkit.benchmark.ceilings import break_even_rows, decode_steps, fit_itl
 from quantkit.benchmark.compare import Ratio, compare_results
 from quantkit.benchmark.step_work import Cost
+from quantkit.models.kv_sizes import KV_FORMS
 from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
 from quantkit.results.statistics.summary import percentile
@@ -33,7 +34,7 @@ _SHORTER = "Shorten contexts."
 _SPECULATION = "speculation"  # key of the settings if drafts are on
 # The next smaller cache. Those of 3 and 2 bits lose several times as much, so they are not advised.
 _SMALLER_CACHE = {"int8": "Use --kv-cache int4.", "fp8": "Use --kv-cache int4."}
-_SMALLEST_CACHES = ("int4", "k4v3", "k4v2", "k3v2")
+_SMALLEST_CACHES = tuple(form.name for form in KV_FORMS.values() if form.bits <= 4)
 
 
 _UNITS: dict[str, Callable[[float], str]] = {

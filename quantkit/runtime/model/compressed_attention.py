@@ -73,7 +73,7 @@ class Compressor:
             value, gate = (torch.cat([o[:-1, :, : self.width], o[1:, :, self.width :]], dim=1) for o in (value, gate))
         entries = (value * gate.softmax(dim=1).to(value.dtype)).sum(dim=1)
         positions = torch.arange(first, last, device=tokens.device) * rate
-        return turned(self.norm(entries)[0], angles_at(self.rope, positions))
+        return at_angles(self.norm(entries)[0], angles_at(self.rope, positions))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -100,7 +100,7 @@ class Indexer:
             narrow: (T, rank), low-rank queries.
             angles: cosine and sine of the new tokens.
         """
-        query = turned(self.query(narrow).view(len(x), self.num_heads, -1), angles)
+        query = at_angles(self.query(narrow).view(len(x), self.num_heads, -1), angles)
         return query, self.weight(x).float() * self.num_heads**-0.5
 
     def pick(self, query: Tensor, weight: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class CompressedAttention:
         narrow = self.query_norm(narrow.contiguous())[0]
         query = self.query_up(narrow).view(len(x), self.shape.num_heads, -1)
         query = query * torch.rsqrt(query.float().square().mean(-1, keepdim=True) + self.eps).to(query.dtype)
-        query, key = turned(query, angles), turned(self.key_norm(key.contiguous())[0], angles)
+        query, key = at_angles(query, angles), at_angles(self.key_norm(key.contiguous())[0], angles)
         past = None if self.past is None else self.past(x)
         scored = None if self.indexer is None else self.indexer.scored(x, narrow, angles)
         pool, mixed = cache.entries[self.layer], []
@@ -182,7 +182,7 @@ class CompressedAttention:
             own = None if scored is None else (scored[0][span.new], scored[1][span.new])
             mixed.append(self._attend(query[span.new], keys, entries, own, span.cached))
             pool.keep_window(row, span.cached + len(key[span.new]), key[span.new])
-        out = turned(torch.cat(mixed), (angles[0], -angles[1])).reshape(len(x), len(self.grouped), -1)
+        out = at_angles(torch.cat(mixed), (angles[0], -angles[1])).reshape(len(x), len(self.grouped), -1)
         return self.output(torch.bmm(out.transpose(0, 1), self.grouped.mT).transpose(0, 1).reshape(len(x), -1))
 
     def _entries(self, pool: EntryPool, row: Tensor, pages: Tensor, span: Span, fresh: Tensor) -> list[Tensor]:
@@ -232,7 +232,7 @@ class CompressedAttention:
         return torch.cat(mixed)
 
 
-def turned(states: Tensor, angles: Angles) -> Tensor:
+def at_angles(states: Tensor, angles: Angles) -> Tensor:
     """Return a copy of states (T, D) or (T, heads, D) with the last channels rotated, in neighbouring pairs."""
     cos, sin = angles
     plain, rotated = states.tensor_split((-2 * cos.shape[-1],), dim=-1)
