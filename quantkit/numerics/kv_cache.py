@@ -6,7 +6,7 @@ Source of the rotation: Ashkboos et al. 2024, QuaRot (online Hadamard of keys an
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -59,6 +59,7 @@ class CacheGoal:
 
     Args:
         scheme: schemes of keys and values.
+        layers: number and schemes of each layer that differs; empty if `scheme` has fixed scales.
         outliers: whether to look for layers whose keys have outliers that the scheme cannot represent well.
         remedy: scheme of the keys in layers with outliers: "channel" (the same bits, a range per channel), "int8" or
             "fp8" per token, "leave" (not quantized), or "auto": the first of the four that helps.
@@ -66,6 +67,7 @@ class CacheGoal:
     """
 
     scheme: KVScheme
+    layers: tuple[tuple[int, KVScheme], ...] = ()
     outliers: bool = True
     remedy: Literal["auto", "channel", "int8", "fp8", "leave"] = "auto"
     clip: Literal["absmax", "mse"] = "absmax"
@@ -76,9 +78,18 @@ class CacheGoal:
         return self.scheme.key.is_fixed or self.scheme.value.is_fixed
 
     @property
+    def schemes(self) -> tuple[KVScheme, ...]:
+        """The schemes that occur."""
+        return (self.scheme, *(scheme for _, scheme in self.layers))
+
+    @property
     def needs_data(self) -> bool:
         """Whether calibration data is needed."""
-        return self.has_fixed_scales or (self.outliers and self.scheme.key.dtype is not None)
+        return self.has_fixed_scales or (self.outliers and any(scheme.key.dtype for scheme in self.schemes))
+
+    def of_layer(self, index: int) -> "CacheGoal":
+        """Return the settings for one layer."""
+        return replace(self, scheme=dict(self.layers).get(index, self.scheme), layers=())
 
 
 def find_cache_scheme(side: str, dtype: str, granularity: str) -> CacheScheme:

@@ -3,9 +3,11 @@
 Loading a recipe imports torch; plans without a recipe do not use this module.
 """
 
+from __future__ import annotations
+
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.compress.algorithms.base import Step
 from quantkit.engine_rules import StoredModel
@@ -15,6 +17,10 @@ from quantkit.models.kv_sizes import KVForm, form_of_schemes
 from quantkit.planning.counting import TOWERS
 from quantkit.planning.memory import WeightChoice, WeightForm, from_linear
 from quantkit.planning.shape import ModelShape
+
+if TYPE_CHECKING:
+    from quantkit.numerics.kv_cache import CacheGoal
+    from quantkit.numerics.scheme import KVScheme
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +98,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
         steps=tuple(recipe.steps.values()),
         hands_on=family.hands_on or recipe.has_images,
         conflicts=tuple(map(str, conflicts(recipe, layers, assigned, unlisted))),
-        cache=None if goal is None else form_of_schemes("recipe", [goal.scheme], shape.dtype_bytes),
+        cache=None if goal is None else form_of_schemes("recipe", _cache_schemes(shape, goal), shape.dtype_bytes),
         stored=stored_model(recipe, family, layers, assigned, shape.hidden_size),
         notes=group_notes(asked, layers, assigned),
     )
@@ -111,7 +117,12 @@ def _ends_bytes(shape: ModelShape, type_name: str | None) -> int | None:
     )
 
 
-def _cache_scale_bytes(shape: ModelShape, goal: Any) -> int:
+def _cache_schemes(shape: ModelShape, goal: CacheGoal) -> list[KVScheme]:
+    """Return the scheme of each layer; of an unknown model, the usual one."""
+    return [goal.of_layer(index).scheme for index in range(len(shape.layers))] or [goal.scheme]
+
+
+def _cache_scale_bytes(shape: ModelShape, goal: CacheGoal | None) -> int:
     """Return the bytes of fixed scales of keys and values: float32, one per layer or per head."""
     if goal is None or not goal.has_fixed_scales:
         return 0

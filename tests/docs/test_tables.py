@@ -84,7 +84,7 @@ def fields(section: type[BaseModel], prefix: str = "") -> list[str]:
             for kind in getattr(field.annotation, "__args__", ())
             if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
-        names += fields(inner[0], f"{name}.") if inner and name != "overrides" else [f"{prefix}{name}"]
+        names += fields(inner[0], f"{name}.") if inner and name not in ("overrides", "layers") else [f"{prefix}{name}"]
     return names
 
 

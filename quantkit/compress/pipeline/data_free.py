@@ -225,6 +225,6 @@ def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[Laye
         notes=tuple(note for part in parts for note in part.notes),
         seconds={"round": round(rounded - started, 3), "write": round(ended - rounded, 3)},
         peak_bytes=peak_bytes(),
-        kv_cache=None if goal is None else CacheRecord(scheme=scheme_to_dict(goal.scheme)),
+        kv_cache=None if goal is None else CacheRecord(scheme=scheme_to_dict(goal.of_layer(layer.number).scheme)),
     )
     return record, *file

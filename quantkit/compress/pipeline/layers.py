@@ -151,7 +151,7 @@ def _compress_layer(
             layer.count_tokens()
             # One sequence is enough to measure the layer's noise, and to find a broken layer before any step begins.
             reference = _first_output(layer, name)
-        cache = _choose(plan, layer, phase)
+        cache = _choose(plan, index, layer, phase)
         with phase("errors"):
             spoiled = held_out.judge(layer, partial(_original, plan, name), is_last=is_last)
         if not spoiled:
@@ -177,7 +177,7 @@ def _first_output(layer: LayerContext, name: str) -> Tensor | None:
     return require_finite(layer.forward(layer.store[0][:1]), name) if is_writer() else None
 
 
-def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None:
+def _choose(plan: Plan, index: int, layer: LayerContext, phase: Phase) -> CacheRecord | None:
     """Choose the codes of every linear, then the scales of inputs and of the KV cache, which depend on the codes.
 
     Return the record of the KV cache; None if the recipe does not set one.
@@ -194,7 +194,7 @@ def _choose(plan: Plan, layer: LayerContext, phase: Phase) -> CacheRecord | None
     if recipe.kv_cache is None:
         return None
     with phase("kv cache"):
-        return choose_cache(recipe.kv_cache, plan.family, layer)
+        return choose_cache(recipe.kv_cache.of_layer(index), plan.family, layer)
 
 
 def layer_context(

@@ -70,6 +70,13 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
+def _layer_numbers(value: Any) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if numbers and all(type(number) is int and number >= 0 for number in numbers):
+        return tuple(numbers)
+    raise ValueError(f"expected the number of a layer, from 0, or a list of them, found {shorten(value)}")
+
+
 def _samples(value: Any) -> int | str:
     if type(value) is int and value > 0:
         return value
@@ -98,6 +105,7 @@ Symmetric = Annotated[bool | str, PlainValidator(_symmetric)]
 Patterns = Annotated[tuple[str, ...], PlainValidator(_patterns)]
 Gates = Annotated[tuple[str, ...], PlainValidator(partial(_texts, expected="a gate such as 'recovery>=98.9'"))]
 Positive = Annotated[int, Field(gt=0)]
+LayerNumbers = Annotated[tuple[int, ...], PlainValidator(_layer_numbers)]
 NumSamples = Annotated[int | str, PlainValidator(_samples)]
 
 # With `samples: auto`: on real models, GPTQ gains little from more tokens than this per input of the widest linear.
@@ -180,6 +188,23 @@ class CacheSide(RecipeSection):
     granularity: Granularity | None = None
 
 
+class CacheLayers(RecipeSection):
+    """One entry of `layers:` of `kv_cache:`: another type of keys, of values or of both in some layers; a side that is
+    not given is as in `kv_cache:` itself. With `skip: true`, these layers are not quantized.
+    """
+
+    numbers: LayerNumbers
+    keys: CacheSide | None = None
+    values: CacheSide | None = None
+    skip: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "CacheLayers":
+        if [self.keys or self.values, self.skip].count(None) != 1:
+            raise ValueError("give 'keys', 'values' or both, or 'skip: true'")
+        return self
+
+
 class KVCacheSection(RecipeSection):
     """The section `kv_cache:`."""
 
@@ -187,6 +212,7 @@ class KVCacheSection(RecipeSection):
     granularity: Granularity | None = None
     keys: CacheSide = CacheSide()
     values: CacheSide = CacheSide()
+    layers: list[CacheLayers] = []
     rotation: Literal["none", "hadamard"] = "none"
     outliers: Literal["detect", "off"] = "detect"
     remedy: Literal["auto", "channel", "int8", "fp8", "leave"] = "auto"

@@ -107,6 +107,26 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
     Raises:
         RecipeError: a KV cache cannot have this number type or granularity, or settings contradict each other.
     """
+    scheme, layers = _cache_scheme(section), dict[int, KVScheme]()
+    for index, entry in enumerate(section.layers):
+        with as_recipe_error(f"kv_cache.layers[{index}]"):
+            given = KVScheme() if entry.skip else _cache_scheme(_changed_cache(section, entry))
+            if given.key.is_fixed or scheme.key.is_fixed:
+                raise RecipeError("layers cannot differ if scales are fixed; set kv_cache.granularity=token")
+            if twice := [number for number in entry.numbers if number in layers]:
+                raise RecipeError(f"layer {twice[0]} has two entries; remove one")
+        layers |= dict.fromkeys(entry.numbers, given)
+    return CacheGoal(
+        scheme=scheme,
+        layers=tuple(sorted(layers.items(), key=lambda pair: pair[0])),
+        outliers=section.outliers == "detect",
+        remedy=section.remedy,
+        clip=section.clip,
+    )
+
+
+def _cache_scheme(section: schema.KVCacheSection) -> KVScheme:
+    """Return the scheme of the layers without an entry in `layers`."""
     key, value = _side(section, "keys"), _side(section, "values")
     if section.rotation != "none" and key.granularity != "token":
         raise RecipeError(
@@ -123,8 +143,13 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
             f"kv_cache: keys are {key.describe()} and values are {value.describe()}, but {rule}; set only "
             "kv_cache.granularity, which applies to both"
         )
-    scheme = KVScheme(key=key, value=value, rotation=section.rotation)
-    return CacheGoal(scheme=scheme, outliers=section.outliers == "detect", remedy=section.remedy, clip=section.clip)
+    return KVScheme(key=key, value=value, rotation=section.rotation)
+
+
+def _changed_cache(section: schema.KVCacheSection, entry: schema.CacheLayers) -> schema.KVCacheSection:
+    """Return the section with an entry's keys and values in place of its own."""
+    given = {name: side for name in ("keys", "values") if (side := getattr(entry, name)) is not None}
+    return section.model_copy(update=given)
 
 
 def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
@@ -139,7 +164,9 @@ def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
         for name, side in (("keys", scheme.key), ("values", scheme.value))
         if side.dtype is not None
     }
-    return {**section.model_dump(), **sides, "granularity": None}
+    # An empty list is left out, so that older recipes keep their identity.
+    layers = {"layers": [entry.model_dump(exclude_none=True) for entry in section.layers]} if section.layers else {}
+    return {**section.model_dump(exclude={"layers"}), **sides, "granularity": None, **layers}
 
 
 def _side(section: schema.KVCacheSection, name: Literal["keys", "values"]) -> CacheScheme:

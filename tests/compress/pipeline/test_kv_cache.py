@@ -16,8 +16,9 @@ from quantkit.compress.pipeline import kv_cache as stage
 from quantkit.compress.pipeline import layers
 from quantkit.compress.pipeline import run as pipeline
 from quantkit.compress.recipe.load import build
-from quantkit.errors import AuditError, ModelError, SchemeError
+from quantkit.errors import AuditError, ModelError, RecipeError, SchemeError
 from quantkit.huggingface.layer_call import cache_argument
+from quantkit.planning.estimate import estimate
 from tests.compress.pipeline.kv_models import DEMO, perplexity, plant_outliers
 from tests.helpers import edit_config, edit_tensors, load_tensors, make_model, transformers_logits
 
@@ -162,6 +163,40 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny_llama, tmp_path, text_file, monke
     for path in undisturbed.iterdir():
         if path.name != "quantkit-run.json":
             assert path.read_bytes() == (killed / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("steps", [[], ["gptq"]])
+def test_layers_may_differ(tmp_path, text_file, steps):
+    """With and without calibration: config.json, the engine and the plan agree about every layer."""
+    layers = [
+        {"numbers": 1, "keys": {"dtype": "int8"}, "values": {"dtype": "int2"}},
+        {"numbers": [2], "skip": True},
+    ]
+    section = {"dtype": "int4", "outliers": "off", "layers": layers}
+    data = {"name": "x", "weights": {"dtype": "int8"}, "kv_cache": section, "steps": steps}
+    if steps:
+        data["calibration"] = {"data": str(text_file), "samples": 4, "sequence_length": 48}
+    recipe = tmp_path / "x.yaml"
+    recipe.write_text(json.dumps(data))
+    out = tmp_path / "out"
+    quantkit.quantize(None, recipe, out)
+    found = LLM(out, threads=1).engine.runner.cache.layouts
+    expected = ["int4 int4", "int8 int2", "none", *["int4 int4"] * (len(found) - 3)]
+    assert [cached(layout.scheme) for layout in found] == expected
+    planned = estimate(recipe=recipe).recipe.cache
+    assert [(planned.of(index).key.bits, planned.of(index).value.bits) for index in range(3)] == [
+        (4, 4),
+        (8, 2),
+        (16, 16),
+    ]
+    data["kv_cache"]["layers"][0]["numbers"] = 99
+    recipe.write_text(json.dumps(data))
+    with pytest.raises(RecipeError, match="there is no layer 99; this model has layers 0 to"):
+        quantkit.quantize(None, recipe, tmp_path / "none")
+
+
+def cached(scheme):
+    return f"{scheme.key.dtype.name} {scheme.value.dtype.name}" if scheme.is_quantized else "none"
 
 
 def test_a_scale_that_is_not_the_calibrated_one_is_caught(tiny_llama, tmp_path, text_file, monkeypatch):

@@ -37,6 +37,24 @@ def test_keys_and_values_may_differ():
     assert rotated.describe() == "keys int4 per token asymmetric (rotated), values int4 per token asymmetric"
 
 
+def test_layers_may_differ():
+    layers = [
+        {"numbers": [0, 2], "keys": {"dtype": "int8"}},
+        {"numbers": 1, "values": {"dtype": "int2"}},
+        {"numbers": 4, "skip": True},
+    ]
+    recipe = made(dtype="int4", values={"dtype": "int3"}, outliers="off", layers=layers)
+    described = [recipe.kv_cache.of_layer(index).scheme.describe() for index in range(6)]
+    assert described[0] == described[2] == "keys int8 per channel asymmetric, values int3 per token"
+    assert described[1] == "keys int4 per channel asymmetric, values int2 per token"
+    assert described[3] == described[5] == "keys int4 per channel asymmetric, values int3 per token"
+    assert not recipe.kv_cache.of_layer(4).scheme.is_quantized
+    assert recipe.calibration is None
+    again = build(recipe.source, "again.yaml")
+    assert (again.kv_cache, again.source) == (recipe.kv_cache, recipe.source)
+    assert "layers" not in made(dtype="int4").source["kv_cache"]  # older recipes keep their identity
+
+
 def test_one_field_from_outside():
     changed = load("kv-fp8", {"kv_cache.granularity": "head", "kv_cache.clip": "mse"})
     assert changed.kv_cache.scheme.key.granularity == changed.kv_cache.scheme.value.granularity == "head"
@@ -59,6 +77,20 @@ REFUSED = [
     ),
     ({"kv_cache": {"dtype": "fp8", "keys": {"granularity": "token"}}}, "both or neither must have fixed scales"),
     ({"kv_cache": {"dtype": "fp8", "rotation": "hadamard", "granularity": "tensor"}}, "rotation: hadamard only helps"),
+    (
+        {"kv_cache": {"dtype": "fp8", "layers": [{"numbers": 0, "skip": True}]}},
+        "kv_cache.layers\\[0\\]: layers cannot differ if scales are fixed",
+    ),
+    (
+        {"kv_cache": {"dtype": "int4", "layers": [{"numbers": 0, "values": {"dtype": "fp8"}}]}},
+        "kv_cache.layers\\[0\\]: kv_cache: keys are int4 .* either both or neither must have fixed scales",
+    ),
+    (
+        {"kv_cache": {"dtype": "int4", "layers": [{"numbers": [1, 2], "skip": True}, {"numbers": 2, "skip": True}]}},
+        "kv_cache.layers\\[1\\]: layer 2 has two entries",
+    ),
+    ({"kv_cache": {"dtype": "int4", "layers": [{"numbers": 1}]}}, "give 'keys', 'values' or both, or 'skip: true'"),
+    ({"kv_cache": {"dtype": "int4", "layers": [{"numbers": -1, "skip": True}]}}, "the number of a layer, from 0"),
     ({"kv_cache": {"dtype": "fp8"}, "steps": ["gptq"]}, "steps: has no effect without 'weights'"),
     ({"kv_cache": {"dtype": "fp8"}, "activations": {"dtype": "fp8"}}, "activations: has no effect without 'weights'"),
     (
