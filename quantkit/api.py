@@ -11,7 +11,7 @@ from quantkit.compress.pipeline.events import SILENT, Listener
 from quantkit.compress.recipe import Recipe, load, shipped
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import Overrides, patched
-from quantkit.results import CompressionResult, Report, SearchResult
+from quantkit.results import CacheSearchResult, CompressionResult, Report, SearchResult
 
 if TYPE_CHECKING:
     from quantkit.evaluate.verify.options import VerifyOptions
@@ -142,44 +142,49 @@ def search(
     num_bytes: int | None = None,
     kl: float | None = None,
     recovery: float | None = None,
+    kv_bits: float | None = None,
     overrides: Overrides = (),
     progress: Callable[[str], None] = lambda _: None,
     **how: Any,
-) -> SearchResult:
+) -> SearchResult | CacheSearchResult:
     """Choose a number type for each part of a model, and write the choice as a recipe.
 
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
-        recipe: recipe to start from: a shipped name, a file, or a Recipe; None = gptq-int4 or, if the format is gguf,
-            gguf-q4_k without the overrides and gates of that recipe.
+        recipe: recipe to start from: a shipped name, a file, or a Recipe; None = gptq-int4; if the format is gguf,
+            gguf-q4_k without the overrides and gates of that recipe; with `kv_bits` alone, one that keeps the weights.
         output: recipe file to write; None = `./<model>-<target>.yaml`.
         format: on-disk format, such as gguf; None = the recipe's format.
-        bits: target: maximum stored bits per weight. Give exactly one of the four targets.
+        bits: target: maximum stored bits per weight. Give at most one of the first four
+            targets.
         num_bytes: target: maximum bytes of the whole checkpoint or file.
         kl: target: maximum mean KL to the original.
         recovery: target: minimum recovery, which is the task scores in per cent of the original's.
+        kv_bits: target for the KV cache, alone or beside one of the others: maximum stored bits per key or value.
         overrides: recipe fields to replace, see `quantize`.
         progress: callback for lines of progress.
         how: further fields of `quantkit.bit_search.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:
-        The choice with its expected and measured KL; `reached` says whether the target was met.
+        The choice with its expected and measured KL; `reached` says whether the target was met. A CacheSearchResult if
+        only `kv_bits` is given.
     Raises:
         QuantkitError: see `quantkit.errors`; a GateFailure if no choice can meet the target.
     """
     # Imported late: compressing and reading recipes need no runtime.
     from quantkit.bit_search.options import SearchOptions, SearchTarget
-    from quantkit.bit_search.run import search_recipe
+    from quantkit.bit_search.run import search_cache, search_recipe
     from quantkit.bit_search.start import start_recipe
 
-    target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery)
+    target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery, kv_bits=kv_bits)
     file = None if output is None else Path(output)
     if isinstance(recipe, Recipe):
         start = load_recipe(recipe, overrides)
         start = start if format is None else load_recipe(start, {"format": format})
     else:
-        start = start_recipe(recipe, format, overrides)
+        start = start_recipe(recipe, format, overrides, cache_only=target.is_cache_only)
     options = SearchOptions(recipe=start, output=file, **how)
-    return search_recipe(None if model is None else str(model), target, options, progress=progress)
+    run = search_cache if target.is_cache_only else search_recipe
+    return run(None if model is None else str(model), target, options, progress=progress)
 
 
 def plan(model: str | Path | None = None, **wishes: Any) -> Estimate:

@@ -67,15 +67,16 @@ class SearchOptions:
     overwrite: bool = False
 
 
-_CONDITIONS = {"bits": "bits<={:g}", "num_bytes": "bytes<={}", "kl": "kl<={:g}", "recovery": "recovery>={:g}"}
+_OF_WEIGHTS = {"bits": "bits<={:g}", "num_bytes": "bytes<={}", "kl": "kl<={:g}", "recovery": "recovery>={:g}"}
+_CONDITIONS = {**_OF_WEIGHTS, "kv_bits": "kv_bits<={:g}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchTarget:
-    """Target of a search: exactly one of these values.
+    """Target of a search: one of the first four values for the weights, `kv_bits` for the KV cache, or both.
 
     Raises:
-        InputError: no target or several targets are given, or the value is not positive and finite.
+        InputError: no target or several targets for the weights are given, or a value is not positive and finite.
     """
 
     bits: float | None = setting(
@@ -97,13 +98,30 @@ class SearchTarget:
         kind=float,
     )
 
+    kv_bits: float | None = setting(
+        None,
+        "Target for the KV cache, alone or beside another: at most this many stored bits per key or value.",
+        flag="--kv-bits",
+        above=0,
+        kind=float,
+    )
+
     def __post_init__(self) -> None:
         given = [value for name in _CONDITIONS if (value := getattr(self, name)) is not None]
-        if len(given) != 1 or not 0 < given[0] < math.inf:  # nan is neither
-            raise InputError("a search needs exactly one target, above zero: --bits, --size, --kl or --recovery")
+        several = [name for name in _OF_WEIGHTS if getattr(self, name) is not None][1:]
+        if several or not given or not all(0 < value < math.inf for value in given):  # nan is neither
+            raise InputError(
+                "a search needs one target, above zero: --bits, --size, --kl or --recovery, or --kv-bits for the KV "
+                "cache, or both"
+            )
+
+    @property
+    def is_cache_only(self) -> bool:
+        """Whether only the KV cache is searched."""
+        return all(getattr(self, name) is None for name in _OF_WEIGHTS)
 
     @property
     def text(self) -> str:
-        """The target as a condition, e.g. `bits<=4.5`."""
+        """The target as a condition, e.g. `bits<=4.5`; that of the weights if there are two."""
         values = ((condition, getattr(self, name)) for name, condition in _CONDITIONS.items())
         return next(condition.format(value) for condition, value in values if value is not None)

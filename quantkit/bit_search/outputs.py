@@ -5,6 +5,7 @@ search: a search for another model, recipe, text or version refuses the file.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.bit_search.options import SearchOptions
+from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, write_state
 from quantkit.errors import OutputError, ResumeError
 from quantkit.formats import REGISTRY as FORMATS
@@ -107,27 +108,30 @@ class Outputs:
 
 
 @contextmanager
-def open_outputs(output: Path, options: SearchOptions) -> Iterator[Outputs]:
+def open_outputs(model: str | None, target: SearchTarget, options: SearchOptions) -> Iterator[Outputs]:
     """Lock the output paths before the search starts; refuse paths that must not be overwritten.
 
     Args:
-        output: path of the recipe.
+        model: directory or hub id; None = the demo model.
+        target: target of the search.
         options: options of the search; without `work`, trials lie in `<output>.search` until the search is done.
     Raises:
         OutputError: a path is a link, holds something that quantkit did not make, or is in use by another process; or
-            `output` does not end in .yaml or .yml.
+            the recipe's name does not end in .yaml or .yml.
     """
+    name = "demo" if model is None else Path(model).name or Path(model).resolve().name
+    output = options.output or Path(f"{name}-{re.sub(r'[<>]=', '-', target.text)}.yaml")  # ./demo-bits-4.5.yaml
     if output.suffix not in (".yaml", ".yml"):
         raise OutputError(f"output {output} must be a recipe file; give a name that ends in .yaml")
     with ExitStack() as stack:
         recipe = stack.enter_context(open_stage(output, "search", overwrite=options.overwrite, check=check_regular))
-        model = None
+        kept = None
         if options.checkpoint is not None:
             check = check_gguf if FORMATS.load(options.recipe.format).suffix else check_checkpoint
             opened = open_stage(options.checkpoint, "search", overwrite=options.overwrite, check=check)
-            model = stack.enter_context(opened)
+            kept = stack.enter_context(opened)
         folder = options.work or output.with_name(f"{output.name}.search")
         work = stack.enter_context(work_folder(folder, "search", option="--work"))
         if not options.resume:
             work.clear()
-        yield Outputs(work=work, keep_work=options.work is not None, recipe=recipe, checkpoint=model)
+        yield Outputs(work=work, keep_work=options.work is not None, recipe=recipe, checkpoint=kept)

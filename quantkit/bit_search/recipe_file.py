@@ -81,7 +81,7 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
     source = recipe.source
     lines = [f"# {text}" for text in remarks]
     lines += [f"name: {_flow(recipe.name)}", f"description: {_flow(recipe.description)}"]
-    lines += [f"weights: {_flow(source['weights'])}"]
+    lines += [f"weights: {_flow(source['weights'])}"] if "weights" in source else []
     lines += [f"{key}: {_flow(source[key])}" for key in ("activations", "ignore") if source.get(key)]
     lines += ["overrides:" if source["overrides"] else "overrides: []"]
     for entry in source["overrides"]:
@@ -90,6 +90,7 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
         for pattern in entry["modules"]:
             lines += [f"      # {of_patterns[pattern]}"] if pattern in of_patterns else []
             lines += [f"      - {_flow(pattern)}"]
+    lines += _cache_lines(source["kv_cache"]) if "kv_cache" in source else []
     lines += ["steps:" if source["steps"] else "steps: []", *(f"  - {_flow(step)}" for step in source["steps"])]
     lines += [f"{key}: {_flow(value)}" for key, value in source.items() if key not in _WRITTEN]
     lines += [f"gates: {_flow(list(recipe.gates))}"] if recipe.gates else []
@@ -97,7 +98,18 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
     write_text(path, "\n".join([*lines, ""]))
 
 
-_WRITTEN = ("name", "description", "weights", "activations", "ignore", "overrides", "steps")
+_WRITTEN = ("name", "description", "weights", "activations", "ignore", "overrides", "kv_cache", "steps")
+
+
+def _cache_lines(section: Mapping[str, Any]) -> list[str]:
+    """Return `kv_cache:` with one line per field, and one per entry of `layers`."""
+    fields = {key: value for key, value in section.items() if key != "layers" and value is not None}
+    lines = ["kv_cache:", *(f"  {key}: {_flow(value)}" for key, value in fields.items())]
+    return [
+        *lines,
+        *(["  layers:"] if "layers" in section else []),
+        *(f"    - {_flow(e)}" for e in section.get("layers", ())),
+    ]
 
 
 def _flow(value: Any) -> str:

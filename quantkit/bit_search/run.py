@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from quantkit.bit_search.cache_types import MAX_TOKENS, CacheSearch, cache_section, check_cache_search, with_cache
 from quantkit.bit_search.candidates import (
     SKIP,
     Candidate,
@@ -30,35 +29,28 @@ from quantkit.bit_search.candidates import (
 from quantkit.bit_search.choose import Judge, Progress, within_budget, within_kl
 from quantkit.bit_search.gguf_parts import EMBEDDING, embedding_type, makes_gguf
 from quantkit.bit_search.options import SearchOptions, SearchTarget
-from quantkit.bit_search.outputs import Outputs, SearchState, open_outputs
+from quantkit.bit_search.outputs import Outputs, open_outputs
 from quantkit.bit_search.recipe_file import default_candidate, overrides, remarks_on, write_recipe
 from quantkit.bit_search.sensitivities import TrialRunner, measure_groups
+from quantkit.bit_search.setup import set_up
 from quantkit.bit_search.solve import Choice
 from quantkit.checkpoints.folder import resolve
-from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms.base import moves_scales
 from quantkit.compress.convert.gguf_writer import check_model
 from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.gguf_entries import measured_entries
-from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe
-from quantkit.demo import GENERAL_TEXT
-from quantkit.errors import DataError, GateFailure, InputError, RecipeError
-from quantkit.evaluate.fidelity import Windows, fixed_windows
-from quantkit.evaluate.loading import load_llm
-from quantkit.evaluate.sensitivity import Probe, few
-from quantkit.evaluate.tasks import read_named_text, speaks_demo
+from quantkit.errors import GateFailure, InputError, RecipeError
+from quantkit.evaluate.sensitivity import Probe
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.ggml.gguf_file import copy_with_entries
 from quantkit.numerics.dtype import find_dtype
 from quantkit.output.writer import write_json
-from quantkit.quantities import byte_size, dtype_name
-from quantkit.results import CandidateRecord, GroupChoice, SearchResult
+from quantkit.quantities import byte_size
+from quantkit.results import CacheSearchResult, CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 from quantkit.sweep.trials import Trial, TrialCommand, check_place, planned_bytes, run_trials
 
-_REFERENCE_BYTES = 2 << 30  # limit for the size of the original's reference logits
-_CHOSEN = ("name", "weights", "overrides", "embedding")  # fields of a recipe that a search sets
 _TRIES = 3  # recipes to compress and measure before the search gives up on a target
 
 
@@ -80,13 +72,64 @@ def search_recipe(
     """
     started = time.perf_counter()
     check_place(options.on)
-    name = "demo" if model is None else Path(model).name or Path(model).resolve().name
-    output = options.output or Path(f"{name}-{re.sub(r'[<>]=', '-', target.text)}.yaml")  # ./demo-bits-4.5.yaml
-    with open_outputs(output, options) as outputs:
+    with open_outputs(model, target, options) as outputs:
         search = _Search(model, target, options, outputs, progress)
         result = search.reach_target()
         outputs.hand_over(search.trial)
     return replace(result, seconds=time.perf_counter() - started)
+
+
+def search_cache(
+    model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Progress = lambda _: None
+) -> CacheSearchResult:
+    """Find the best number types of each layer's keys and values, and write a recipe that differs from the one to start
+    from in its KV cache alone.
+
+    Args:
+        model, options, progress: see `search_recipe`. The weights are the original's in all measurements.
+        target: target of the search; only `kv_bits` is set.
+    Raises:
+        InputError: see `search_recipe`; or there are options that only apply to weights.
+        GateFailure: no choice can meet the target.
+    """
+    started = time.perf_counter()
+    assert target.kv_bits is not None and target.is_cache_only
+    if options.candidates or options.checkpoint is not None:
+        raise InputError("--candidates and --checkpoint apply to weights; add a target for them, such as --bits")
+    check_cache_search(model, options.recipe)
+    with open_outputs(model, target, options) as outputs:
+        setup = set_up(model, replace(options, max_tokens=min(options.max_tokens, MAX_TOKENS)), outputs, progress)
+        chosen = CacheSearch(setup, progress).find(target.kv_bits)
+        base, kl = options.recipe, chosen.measured_kl
+        recipe = with_cache(
+            base,
+            cache_section(chosen),
+            name=_recipe_name(outputs),
+            description=f"{base.name}, with types of each layer's keys and values from a search for {target.text}.",
+            gates=list(base.gates),
+            measured=setup.measurement(kl),
+        )
+        remarks = [
+            f"Written by `quantkit search` for {target.text}: {chosen.bits:.3f} bits per key or value.",
+            f"KL to the original while decoding, with unchanged weights: {kl:.5f} nats per token, on {setup.data}.",
+        ]
+        write_recipe(outputs.draft, recipe, remarks, {})
+        outputs.hand_over(Path())
+    return CacheSearchResult(
+        model="demo" if model is None else str(model),
+        recipe=str(outputs.recipe.output),
+        base=base.name,
+        target=target.text,
+        kv_cache=chosen,
+        data=setup.data,
+        num_tokens=setup.num_tokens,
+        notes=setup.notes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _recipe_name(outputs: Outputs) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", outputs.recipe.output.stem).lstrip("._-") or "searched"
 
 
 class _Search:
@@ -96,8 +139,8 @@ class _Search:
         model, target, options, progress: see `search_recipe`.
         outputs: locked output paths.
     Attributes:
-        held_out: windows that were not used to measure the groups; the same windows if the text has no others.
-        data, text_sha256, num_tokens: name and digest of the text, and the number of tokens used to measure the groups.
+        setup: the original model and the text.
+        cache: the chosen KV cache; None = the recipe's.
         notes: remarks for the user.
         trial: folder or GGUF file of the model that was compressed with the last choice.
     """
@@ -106,45 +149,35 @@ class _Search:
         self, model: str | None, target: SearchTarget, options: SearchOptions, outputs: Outputs, progress: Progress
     ) -> None:
         self.target, self.outputs, self.trial, self._rounds = target, outputs, Path(), options.rounds
-        work, folder = outputs.work.path, resolve(model)
         if makes_gguf(options.recipe):  # refuse a model that the file cannot store, before hours of work
             if options.recipe.calibration is None:
                 raise RecipeError(
                     f"recipe {options.recipe.name!r} has no calibration, which a search for a GGUF file needs; leave "
                     "out --recipe to start from gguf-q4_k"
                 )
-            check_model(open_source(folder))
+            check_model(open_source(resolve(model)))
+        if target.kv_bits is not None:
+            check_cache_search(model, options.recipe)
         moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
         self.candidates, notes = _candidates(model, options, target)
-        engine = {"dtype": "float32", "device": options.device, **options.engine}
-        progress("loading the original")
-        self.original = load_llm(str(folder), **engine)
-        self.data, self.text_sha256, windows, text_notes = _windows(self.original, options)
-        # Neighbouring windows have similar content, so both halves are alike and share no token.
-        used = few(windows[::2], self.original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
-        # A text with a single window leaves none to hold out.
-        self.num_tokens, self.held_out = sum(map(len, used)), windows[1::2][: len(used)] or used
-        self.notes = (*notes, *text_notes)
-        identity = _identity(options.recipe, folder, self.original, used)
-        state = SearchState(work / "state.json", identity)
-        # Sums depend on the number of threads: a resumed search keeps the thread count of its first measurement.
-        engine["threads"] = state.threads
-        torch.set_num_threads(state.threads)
-        if state.resumed:
-            progress(f"reusing {state.resumed} measurements of an earlier search in {work}")
+        self.setup = setup = set_up(model, options, outputs, progress)
+        self.notes = (*notes, *setup.notes)
+        self.cache = None
+        if target.kv_bits is not None:
+            self.cache = CacheSearch(setup, progress).find(target.kv_bits)
         self.runner = TrialRunner(
             model=model,
-            source=identity["source"],
+            source=setup.source,
             base=options.recipe,
-            folder=work,
+            folder=outputs.work.path,
             device=options.device,
-            engine=engine,
+            engine=setup.engine,
             progress=progress,
         )
         if (options.on, options.jobs) != ("local", 1) and not makes_gguf(options.recipe):
-            _compress_ahead(self.runner, self.candidates, state.threads, options)
-        probe = Probe(self.original, used)
-        self.measured = measure_groups(self.runner, self.candidates, self.original, probe, state, moved)
+            _compress_ahead(self.runner, self.candidates, setup.state.threads, options)
+        probe = Probe(setup.original, setup.windows)
+        self.measured = measure_groups(self.runner, self.candidates, setup.original, probe, setup.state, moved)
 
     def reach_target(self) -> SearchResult:
         """Choose, write, compress and measure; repeat with a smaller KL if the model missed the target."""
@@ -153,7 +186,7 @@ class _Search:
             return self.verify(self._choose(target.bits * measured.num_weights / 8))
         if target.num_bytes is not None:
             return self.verify(self._choose(self._budget(target.num_bytes)))
-        judge = None if target.recovery is None else Judge(original=self.original, goal=target.recovery)
+        judge = None if target.recovery is None else Judge(original=self.setup.original, goal=target.recovery)
         kl = target.kl if judge is None else judge.first_kl(*self._coarsest())
         assert kl is not None
         for attempt in range(_TRIES):
@@ -195,12 +228,12 @@ class _Search:
 
     def verify(self, choice: Choice, judge: Judge | None = None) -> SearchResult:
         """Write the recipe of a choice, compress the model with it, measure the KL, and add the KL to the recipe."""
-        measured, runner, fresh = self.measured, self.runner, Probe(self.original, self.held_out)
+        measured, runner, fresh = self.measured, self.runner, Probe(self.setup.original, self.setup.held_out)
         bits, added = measured.bits_per_weight(choice), measured.total(choice).sensitivity
-        expected = measured.kl_on(fresh, choice)
+        expected = measured.kl_on(fresh, choice) + (self.cache.measured_kl if self.cache else 0.0)
         remarks = [
             f"Written by `quantkit search` for {self.target.text} from {runner.base.name}: {bits:.3f} bits per weight.",
-            f"Expected KL to the original {expected:.5f} nats per token, on {self.data}.",
+            f"Expected KL to the original {expected:.5f} nats per token, on {self.setup.data}.",
             f"KL on the tokens used to choose {measured.kl(choice):.5f}; sum of single groups {added:.5f}.",
         ]
         recipe = self._write(choice, remarks)
@@ -212,7 +245,7 @@ class _Search:
         made = runner.compress(recipe, self.trial)
         llm = runner.load(self.trial)
         kl = fresh.compare(llm).mean
-        final = self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."], self._measurement(kl))
+        final = self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."], self.setup.measurement(kl))
         num_bytes = self._noted_in_file(final) if makes_gguf(final) else made.output_bytes
         recovery = None if judge is None else judge.recovery(llm)
         return SearchResult(
@@ -225,13 +258,14 @@ class _Search:
             output_bytes=num_bytes,
             candidates=self._candidate_records(),
             groups=self._group_choices(choice),
-            data=self.data,
-            num_tokens=self.num_tokens,
+            data=self.setup.data,
+            num_tokens=self.setup.num_tokens,
             sum_kl=added,
             search_kl=measured.kl(choice),
             expected_kl=expected,
             measured_kl=kl,
             recovery=recovery,
+            kv_cache=self.cache,
             notes=self.notes,
         )
 
@@ -241,15 +275,6 @@ class _Search:
         copy_with_entries(self.trial, copy, measured_entries(recipe))
         copy.replace(self.trial)
         return self.trial.stat().st_size
-
-    def _measurement(self, kl: float) -> dict[str, Any]:
-        """Return the section `measured` of a recipe."""
-        return {
-            "kl": round(kl, 6),
-            "text": Path(self.data).name,
-            "text_sha256": self.text_sha256,
-            "tokens": sum(map(len, self.held_out)),
-        }
 
     def _is_reached(self, kl: float, recovery: float | None, num_bytes: int) -> bool:
         """Whether a model meets the target; every choice meets a target in bits."""
@@ -273,10 +298,12 @@ class _Search:
         for group, number in zip(self.measured.groups, choice, strict=True):
             if group.name == EMBEDDING:
                 fields["embedding"] = embedding_type(self.candidates[number])
+        if self.cache is not None:
+            fields["kv_cache"] = cache_section(self.cache)
         recipe = changed(
             base,
             default_candidate(self.candidates, groups, numbers),
-            name=re.sub(r"[^A-Za-z0-9._-]+", "-", self.outputs.recipe.output.stem).lstrip("._-") or "searched",
+            name=_recipe_name(self.outputs),
             description=f"{base.name} with the numbers of each fused group chosen by a search for {target.text}.",
             gates=list(base.gates) if target.recovery is None and target.kl is None else [target.text],
             overrides=overrides(self.candidates, groups, numbers),
@@ -363,36 +390,3 @@ def _candidates(
             f"give --candidates, such as {name},int8, or start from an integer recipe such as gptq-int4"
         )
     return usable(model, recipe, default_candidates(group), options.device, target.bits, target.num_bytes)
-
-
-def _windows(original: LLM, options: SearchOptions) -> tuple[str, str, Windows, tuple[str, ...]]:
-    """Return the name of the text, its SHA-256, its windows, and a note if calibration may have used the same text."""
-    notes: tuple[str, ...] = ()
-    if options.text is not None:
-        name, content = options.text, read_named_text(options.text, ())
-    elif speaks_demo(original):
-        name, content = "demo", read_named_text("demo", ())
-    else:
-        name, content = "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8")
-        notes = ("Sensitivities are measured on quantkit's own calibration text; give your own text with --text.",)
-    if options.max_tokens < 1:
-        raise InputError(f"max_tokens is {options.max_tokens}; give at least 1")
-    windows = fixed_windows(original, content, max_tokens=2 * options.max_tokens)
-    if not windows:
-        raise DataError(f"text {name!r} is too short for one window; give a longer text")
-    return name, hashlib.sha256(content.encode()).hexdigest(), windows, notes
-
-
-def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
-    """Return everything that determines the measured numbers, as plain data."""
-    # Leave out the fields that candidates set, so that a search with other candidates can reuse the numbers.
-    source = {key: value for key, value in recipe.source.items() if key not in _CHOSEN}
-    return {
-        "recipe": source,
-        "calibration": calibration_digest(recipe),
-        "source": CheckpointReader(folder).digests,
-        "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
-        "versions": describe_versions(),
-        "arithmetic": dtype_name(original.model.dtype),
-        "device": original.model.device.type,
-    }

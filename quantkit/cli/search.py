@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,7 @@ from quantkit.report.table import Table, facts
 from quantkit.runtime.config import EngineConfig
 
 if TYPE_CHECKING:
-    from quantkit.results import SearchResult
+    from quantkit.results import CacheChoice, CacheSearchResult, SearchResult
 
 
 @click.command("search", cls=Command, short_help="Find the best number of bits for each part of a model.")
@@ -49,17 +50,30 @@ def command(
       quantkit search --kl 0.02 --work trials -o small.yaml
       quantkit search --recovery 99 --candidates int3,int4,int8 --work trials
       quantkit search --format gguf --size 1500KiB --set calibration.samples=8
+      quantkit search --kv-bits 4 -o cache.yaml
+      quantkit search --bits 4.5 --kv-bits 4
     """
-    if len(target) != 1:
-        raise click.UsageError("give exactly one of --bits, --size, --kl and --recovery")
+    if not target or len(target.keys() - {"kv_bits"}) > 1:
+        raise click.UsageError("give one of --bits, --size, --kl and --recovery, or --kv-bits, or both")
     from quantkit.bit_search import run
     from quantkit.bit_search.start import start_recipe
 
-    options = SearchOptions(recipe=start_recipe(recipe, format_, changes), engine=engine, **how)
-    result = run.search_recipe(model, SearchTarget(**target), options, progress=output_to.tell)
-    verify = "" if options.recipe.format == "gguf" else " --verify"  # `quantize --verify` takes no file
-    written = f"written to {result.recipe}; next: {_next_step(result)}{verify}"
-    output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), lambda: written)
+    asked = SearchTarget(**target)
+    start = start_recipe(recipe, format_, changes, cache_only=asked.is_cache_only)
+    options = SearchOptions(recipe=start, engine=engine, **how)
+    if asked.is_cache_only:
+        chosen = run.search_cache(model, asked, options, progress=output_to.tell)
+        output_to.result(
+            chosen.to_dict,
+            lambda: _cache_summary(chosen),
+            lambda: _cache_choices(chosen.kv_cache),
+            lambda: _written(chosen),
+        )
+        return
+    result = run.search_recipe(model, asked, options, progress=output_to.tell)
+    written = _written(result, verify=options.recipe.format != "gguf")  # `quantize --verify` takes no file
+    cache = [] if result.kv_cache is None else [partial(_cache_choices, result.kv_cache)]
+    output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), *cache, lambda: written)
     output_to.require(result.reached, lambda: _missed(result))
 
 
@@ -73,11 +87,39 @@ def _summary(result: SearchResult) -> Table:
             ("size", byte_size(result.output_bytes)),
             ("expected KL", f"{result.expected_kl:.5f} on {result.data} ({chosen})"),
             ("measured KL", f"{result.measured_kl:.5f} (expected {100 * result.prediction_error:+.0f} %)"),
+            ("KV cache", None if result.kv_cache is None else _cache_kl(result.kv_cache)),
             ("recovery", None if result.recovery is None else f"{result.recovery:.2f} %"),
             ("time", elapsed(result.seconds)),
             *(("note", text) for text in result.notes),
         ]
     )
+
+
+def _cache_summary(result: CacheSearchResult) -> Table:
+    cache = result.kv_cache
+    uniform = (f"{name}: {kl:.5f}" for name, kl in cache.uniform.items())
+    return facts(
+        [
+            ("model", result.model),
+            ("target", result.target),
+            ("KV cache", _cache_kl(cache)),
+            ("measured on", f"{result.data}; on the tokens used for the choice {cache.search_kl:.5f}"),
+            ("same types in all layers", ", ".join(uniform) or None),
+            ("time", elapsed(result.seconds)),
+            *(("note", text) for text in result.notes),
+        ]
+    )
+
+
+def _cache_kl(cache: CacheChoice) -> str:
+    return f"{cache.bits:.3f} bits per key or value, scales included; KL while decoding {cache.measured_kl:.5f}"
+
+
+def _cache_choices(cache: CacheChoice) -> Table:
+    from quantkit.report.tables import layer_table
+
+    sides = {(of.layer, side): getattr(of, side) for of in cache.layers for side in ("keys", "values")}
+    return layer_table("KV cache, by layer", sides)
 
 
 def _choices(result: SearchResult) -> Table:
@@ -94,6 +136,7 @@ def _missed(result: SearchResult) -> str:
     )
 
 
-def _next_step(result: SearchResult) -> str:
+def _written(result: SearchResult | CacheSearchResult, *, verify: bool = True) -> str:
     model = "" if result.model == "demo" else f"{result.model} "
-    return f"quantkit quantize {model}--recipe {result.recipe}"
+    step = f"quantkit quantize {model}--recipe {result.recipe}{' --verify' if verify else ''}"
+    return f"written to {result.recipe}; next: {step}"

@@ -36,6 +36,9 @@ from quantkit.results.evaluation import SensitivityProposal as SensitivityPropos
 from quantkit.results.evaluation import SensitivityRecord as SensitivityRecord
 from quantkit.results.evaluation import TaskResult as TaskResult
 from quantkit.results.evaluation import Through as Through
+from quantkit.results.report import CacheChoice as CacheChoice
+from quantkit.results.report import CacheLayerChoice as CacheLayerChoice
+from quantkit.results.report import CacheSearchResult as CacheSearchResult
 from quantkit.results.report import CandidateRecord as CandidateRecord
 from quantkit.results.report import Comparison as Comparison
 from quantkit.results.report import Environment as Environment

@@ -241,6 +241,72 @@ class GroupChoice(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheLayerChoice(Record):
+    """Number types that a search chose for one layer's cache.
+
+    Args:
+        layer: index of the decoder layer.
+        keys, values: names of the number types.
+        key_kl, value_kl: estimated KL to the original with only the layer's keys or values in this type.
+    """
+
+    layer: int
+    keys: str
+    values: str
+    key_kl: float
+    value_kl: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheChoice(Record):
+    """KV cache that a search chose. All KL are mean KL to the original while decoding, nats per token.
+
+    Args:
+        bits: stored bits per key or value, including scales, on average over `layers`.
+        layers: types of each layer that quantkit can quantize.
+        uniform: KL of caches of at most the same size with the same types in all layers, keyed by these types; measured
+            on the tokens used for the choice.
+        sum_kl: sum of the layers' estimated KL.
+        search_kl: KL of the chosen cache on the tokens used for the choice.
+        measured_kl: as `search_kl`, on tokens that the search did not use.
+    """
+
+    bits: float
+    layers: tuple[CacheLayerChoice, ...]
+    uniform: dict[str, float]
+    sum_kl: float
+    search_kl: float
+    measured_kl: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSearchResult(Record):
+    """Result of `quantkit search --kv-bits` without a target for the weights.
+
+    Args:
+        model: model as given by the user, "demo" for the bundled one.
+        recipe: path of the written recipe.
+        base: name of the recipe that the search started from.
+        target: target, e.g. "kv_bits<=3.5".
+        kv_cache: the chosen cache.
+        data: name of the text.
+        num_tokens: number of positions used for the choice.
+        notes: unusual events.
+        seconds: wall time of this process.
+    """
+
+    model: str
+    recipe: str
+    base: str
+    target: str
+    kv_cache: CacheChoice
+    data: str
+    num_tokens: int
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult(Record):
     """Result of `quantkit search`.
 
@@ -265,6 +331,7 @@ class SearchResult(Record):
             the recipe.
         measured_kl: KL of the model compressed with the recipe, on the tokens of `expected_kl`.
         recovery: task scores in per cent of the original's; None if recovery was not the target.
+        kv_cache: the chosen KV cache, which counts in `expected_kl` and `measured_kl`; None if none was searched.
         notes: unusual events.
         seconds: wall time of this process.
     """
@@ -285,6 +352,7 @@ class SearchResult(Record):
     expected_kl: float
     measured_kl: float
     recovery: float | None = None
+    kv_cache: CacheChoice | None = None
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 

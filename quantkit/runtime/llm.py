@@ -103,6 +103,12 @@ class LLM(Prompts):
                 self._engine = self._load()
             return self._engine
 
+    def exchange(self, engine: Engine) -> Engine:
+        """Use another engine for the same model from now on, and return the one before; no request may be running."""
+        with self._lock:
+            before, self._engine = self.engine, engine
+            return before
+
     @property
     def model(self) -> Model:
         """The loaded model."""

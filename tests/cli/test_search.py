@@ -9,7 +9,14 @@ from click.testing import CliRunner
 
 from quantkit.bit_search import run as bit_search
 from quantkit.cli import main
-from quantkit.results import CandidateRecord, GroupChoice, SearchResult
+from quantkit.results import (
+    CacheChoice,
+    CacheLayerChoice,
+    CacheSearchResult,
+    CandidateRecord,
+    GroupChoice,
+    SearchResult,
+)
 
 
 def result(**changes):
@@ -85,9 +92,39 @@ def test_a_missed_target_ends_with_three(run, monkeypatch, capsys):
     assert ended.value.code == 3
 
 
+def test_a_kv_cache_alone(monkeypatch):
+    layers = [
+        CacheLayerChoice(layer=n, keys="int4", values=values, key_kl=0.001, value_kl=0.002)
+        for n, values in enumerate(("int2", "int8"))
+    ]
+    choice = CacheChoice(
+        bits=3.9,
+        layers=tuple(layers),
+        uniform={"int4 keys and int2 values": 0.05},
+        sum_kl=0.006,
+        search_kl=0.0061,
+        measured_kl=0.0064,
+    )
+    found = CacheSearchResult(
+        model="./m", recipe="m.yaml", base="kv-cache", target="kv_bits<=4", kv_cache=choice, data="mine", num_tokens=512
+    )
+    calls = []
+    monkeypatch.setattr(bit_search, "search_cache", lambda *a, **k: calls.append(a) or found)
+    done = CliRunner().invoke(main, ["search", "./m", "--kv-bits", "4", "--quiet"])
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.output.split())
+    for text in ("3.900 bits per key or value", "KL while decoding 0.00640", "int4 keys and int2 values: 0.05000"):
+        assert text in shown
+    assert "quantkit quantize ./m --recipe m.yaml --verify" in shown
+    model, target, options = calls[0]
+    assert (model, target.kv_bits, options.recipe.scheme.default) == ("./m", 4.0, None)
+    done = CliRunner().invoke(main, ["search", "./m", "--kv-bits", "4", "--json"])
+    assert CacheSearchResult.from_dict(json.loads(done.stdout)) == found
+
+
 def test_one_target_is_needed_and_only_one(run):
     for args in ((), ("--bits", "4", "--kl", "0.1")):
         done, calls = run(*args)
         assert done.exit_code == 2
-        assert "give exactly one of --bits, --size, --kl and --recovery" in done.output
+        assert "give one of --bits, --size, --kl and --recovery, or --kv-bits, or both" in done.output
         assert not calls
