@@ -1,6 +1,7 @@
 """Thousands of requests to a server, a third of which go away at some moment, with slow readers among them.
 
-    python evals/checks/server_soak.py [--requests 5000] [--model DIR] [--seed 0] [--out FILE]
+    python evals/checks/server_soak.py [--requests 5000] [--model DIR] [--kv-cache TYPE --kv-memory SIZE] [--seed 0]
+        [--out FILE]
     python evals/checks/server_soak.py --hostile 200
 
 The server runs in a process of its own with a fifth of the pages that its requests would like to have, three lengths
@@ -341,11 +342,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--hostile", type=int, default=0)
     parser.add_argument("--model")
+    parser.add_argument("--kv-cache", default="auto")
+    parser.add_argument("--kv-memory", default="10MiB", help="so much that the pool has a fifth of the pages wanted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     count = options.hostile or options.requests
-    origin = about(requests=count, seed=options.seed, model=options.model or "demo")
+    origin = about(requests=count, seed=options.seed, model=options.model or "demo", kv_cache=options.kv_cache)
     if options.hostile:
         with tempfile.TemporaryDirectory() as folder:
             model = options.model or str(with_template(Path(folder)))
@@ -354,9 +357,10 @@ def main() -> int:
         held = held_of_flood(result, said)
     else:
         given = [options.model] if options.model else []
-        # A fifth of what so many of the longest would like, in the demo model's cache; `held` says whether it was that.
-        pages = ["--max-running", str(RUNNING), "--max-waiting", "48", "--max-length", "400", "--kv-memory", "10MiB"]
-        command = [sys.executable, "-c", SERVER, "serve", *given, *pages]
+        # With the demo model, a fifth of what so many of the longest would like; `held` says whether it was that.
+        cache = ["--kv-cache", options.kv_cache, "--kv-memory", options.kv_memory]
+        limits = ["--max-running", str(RUNNING), "--max-waiting", "48", "--max-length", "400", *cache]
+        command = [sys.executable, "-c", SERVER, "serve", *given, *limits]
         result, said = serve(command, lambda url, pid: soak(url, pid, count, options.seed))
         held = held_of_soak(result, said, count)
     data = {"about": origin, **result, "held": held}

@@ -180,7 +180,7 @@ class CacheSearch:
         return self._state.get(f"cache with {name}", measure)
 
     def _measure(self, text: "_Text", types: _Types) -> float:
-        with _cached_as(self._original, types):
+        with _cached_as(self._original, types, text.windows):
             return text.kl(self._original)
 
 
@@ -188,13 +188,13 @@ class _Text:
     """Windows of a text, with the logits of the original, as it is now, after every token."""
 
     def __init__(self, original: LLM, windows: Windows) -> None:
-        self._windows = windows
+        self.windows = windows
         self._logits = [logits for group in batches(original, windows) for logits in window_logits(original, group)]
 
     def kl(self, llm: LLM) -> float:
         """Return the mean KL of a model that reads all windows at once, one token per step."""
-        counts, compared = [0] * len(self._windows), list[Distances]()
-        for index, rows in llm.score_rows(self._windows, chunk_size=1):
+        counts, compared = [0] * len(self.windows), list[Distances]()
+        for index, rows in llm.score_rows(self.windows, chunk_size=1):
             start = counts[index]
             counts[index] += len(rows)
             compared.append(distances(self._logits[index][start : counts[index]], rows))
@@ -248,15 +248,17 @@ def _quantizable(llm: LLM) -> dict[int, KVLayout]:
 
 
 @contextmanager
-def _cached_as(llm: LLM, types: _Types) -> Iterator[None]:
-    """Run a model with another cache inside the block."""
+def _cached_as(llm: LLM, types: _Types, windows: Windows) -> Iterator[None]:
+    """Run a model inside the block with another cache, which has room for these windows at once."""
     model = llm.model
     assert isinstance(model, NativeModel)
     kept, count = model.stored_cache, model.config.num_layers
     schemes = tuple(types.get(index, UNQUANTIZED) for index in range(count))
     try:
         model.stored_cache = StoredCache(schemes=schemes, scales=(None,) * count)
-        config = replace(llm.config, kv_cache="auto", page_size=DEFAULT_PAGE_SIZE)
+        pages = sum(-(-len(window) // DEFAULT_PAGE_SIZE) for window in windows)
+        sizes: dict[str, Any] = {"page_size": DEFAULT_PAGE_SIZE, "num_pages": pages, "max_sequences": len(windows)}
+        config = replace(llm.config, kv_cache="auto", max_length=None, **sizes)
         before = llm.exchange(build_engine(model, config))
         try:
             yield
