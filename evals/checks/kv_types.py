@@ -3,8 +3,9 @@
     python evals/checks/kv_types.py MODEL TEXT [--types fp8,int8,int4] [--tokens 2000] [--windows 8] [--threads 1]
         [-o evals/results/kv_types/NAME.json]
 
-The weights are the model's own, so all that is measured comes from the cache. Every token is computed as in decoding.
-FILE is written after each type, and types that it has are not measured again, so a killed run goes on.
+A type `mix=FOLDER` is the cache of a checkpoint of MODEL, whose recipe has only `kv_cache:`. The weights are the
+model's own, so all that is measured comes from the cache. Every token is computed as in decoding. FILE is written
+after each type, and types that it has are not measured again, so a killed run goes on.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def main() -> None:
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"] if output.exists() else []
     original = load_llm(str(given.model), threads=given.threads)
     windows = fixed_windows(original, given.text.read_text(encoding="utf-8"))[: given.windows]
-    for kind in given.types.split(","):
+    for kind, _, folder in (each.partition("=") for each in given.types.split(",")):
         if any(row["type"] == kind for row in rows):
             continue
-        llm = load_llm(str(given.model), threads=given.threads, kv_cache=kind)
+        llm = load_llm(folder or str(given.model), threads=given.threads, kv_cache=None if folder else kind)
         drift = measure_drift(llm, original, windows, tokens=given.tokens, say=print)
         near = fidelity(llm, original, windows, greedy_tokens=0)
         row = {

@@ -216,7 +216,10 @@ def check_cache_search(model: str | None, recipe: Recipe) -> None:
 
 
 def with_cache(recipe: Recipe, section: dict[str, Any], **fields: Any) -> Recipe:
-    """Return the recipe with this `kv_cache:` and further fields."""
+    """Return the recipe with a `kv_cache:` that needs no data, and with further fields."""
+    linear = recipe.scheme.default
+    if not recipe.steps and (linear is None or linear.activation is None or not linear.activation.is_calibrated):
+        fields["calibration"] = None
     return build(patched(recipe.source, {"kv_cache": section, **fields}), recipe.name)
 
 

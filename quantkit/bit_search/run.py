@@ -299,7 +299,7 @@ class _Search:
             if group.name == EMBEDDING:
                 fields["embedding"] = embedding_type(self.candidates[number])
         if self.cache is not None:
-            fields["kv_cache"] = cache_section(self.cache)
+            base = with_cache(base, cache_section(self.cache))
         recipe = changed(
             base,
             default_candidate(self.candidates, groups, numbers),

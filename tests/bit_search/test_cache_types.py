@@ -109,6 +109,14 @@ def test_the_model_is_as_before(model, options, tmp_path, monkeypatch):
     assert seen == [(True, True)]
 
 
+def test_a_recipe_that_calibrates_its_cache_loses_its_calibration(model, options, tmp_path):
+    found = search_cache(
+        str(model), SearchTarget(kv_bits=BITS), options(tmp_path / "x.yaml", recipe="kv-fp8", max_tokens=64)
+    )
+    recipe = load(str(tmp_path / "x.yaml"))
+    assert (found.base, recipe.calibration, recipe.gates) == ("kv-fp8", None, load("kv-fp8").gates)
+
+
 def test_layers_with_a_window_are_left_out(options, tmp_path):
     windowed = make_model(tmp_path / "gemma", "gemma3_text")
     found = search_cache(str(windowed), SearchTarget(kv_bits=8), options(tmp_path / "x.yaml", max_tokens=64))
