@@ -212,10 +212,10 @@ def check_cache_search(model: str | None, recipe: Recipe) -> None:
         SchemeError: the recipe's format cannot describe a KV cache.
     """
     config = CheckpointReader(resolve(model)).config
-    check_cache(with_cache(recipe, {"dtype": "int4", "outliers": "off"}), config)
+    check_cache(recipe_with_cache(recipe, {"dtype": "int4", "outliers": "off"}), config)
 
 
-def with_cache(recipe: Recipe, section: dict[str, Any], **fields: Any) -> Recipe:
+def recipe_with_cache(recipe: Recipe, section: dict[str, Any], **fields: Any) -> Recipe:
     """Return the recipe with a `kv_cache:` that needs no data, and with further fields."""
     linear = recipe.scheme.default
     if not recipe.steps and (linear is None or linear.activation is None or not linear.activation.is_calibrated):

@@ -14,7 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.bit_search.cache_types import MAX_TOKENS, CacheSearch, cache_section, check_cache_search, with_cache
+from quantkit.bit_search.cache_types import (
+    MAX_TOKENS,
+    CacheSearch,
+    cache_section,
+    check_cache_search,
+    recipe_with_cache,
+)
 from quantkit.bit_search.candidates import (
     SKIP,
     Candidate,
@@ -101,7 +107,7 @@ def search_cache(
         setup = set_up(model, replace(options, max_tokens=min(options.max_tokens, MAX_TOKENS)), outputs, progress)
         chosen = CacheSearch(setup, progress).find(target.kv_bits)
         base, kl = options.recipe, chosen.measured_kl
-        recipe = with_cache(
+        recipe = recipe_with_cache(
             base,
             cache_section(chosen),
             name=_recipe_name(outputs),
@@ -299,7 +305,7 @@ class _Search:
             if group.name == EMBEDDING:
                 fields["embedding"] = embedding_type(self.candidates[number])
         if self.cache is not None:
-            base = with_cache(base, cache_section(self.cache))
+            base = recipe_with_cache(base, cache_section(self.cache))
         recipe = changed(
             base,
             default_candidate(self.candidates, groups, numbers),
