@@ -51,12 +51,13 @@ def render(results: Path = RESULTS) -> str:
     """The part of the page."""
     lines = list[str]()
     for name, text in TEXTS.items():
-        path = results / f"{name}.json"
         lines += ["", text, ""]
-        if path.exists():
-            lines += PARTS[name](json.loads(path.read_text(encoding="utf-8")))
-        else:
-            lines.append("Not measured yet.")
+        # The soak test has a file for each number type of the cache.
+        measured = [
+            "\n".join(PARTS[name](json.loads(path.read_text(encoding="utf-8"))))
+            for path in sorted(results.glob(f"{name}*.json"))
+        ]
+        lines.append("\n\n".join(measured) or "Not measured yet.")
     return "\n".join([*lines[1:], ""])
 
 
@@ -101,7 +102,9 @@ def _peers(data: dict[str, Any]) -> Iterator[str]:
 
 def _soak(data: dict[str, Any]) -> Iterator[str]:
     about, outcomes = data["about"], data["outcomes"]
-    asked = f"{about['requests']} requests, {data['pages']:.0f} pages"
+    kind = about.get("kv_cache", "auto")
+    cache = "" if kind == "auto" else f"`--kv-cache {kind}`: "
+    asked = f"{cache}{about['requests']} requests, {data['pages']:.0f} pages"
     others = sum(outcomes.values()) - outcomes["answered"] - outcomes["left"]
     yield f"{asked}: {outcomes['answered']} answered, {outcomes['left']} cancelled, {others} with another outcome."
     yield f"{data['preemptions']:.0f} preemptions; {data['pages_used']:.0f} pages in use at the end."
