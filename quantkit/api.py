@@ -156,7 +156,7 @@ def search(
         output: recipe file to write; None = `./<model>-<target>.yaml`.
         format: on-disk format, such as gguf; None = the recipe's format.
         bits: target: maximum stored bits per weight. Give at most one of the first four
-            targets.
+            targets, and at least one target.
         num_bytes: target: maximum bytes of the whole checkpoint or file.
         kl: target: maximum mean KL to the original.
         recovery: target: minimum recovery, which is the task scores in per cent of the original's.
@@ -171,8 +171,9 @@ def search(
         QuantkitError: see `quantkit.errors`; a GateFailure if no choice can meet the target.
     """
     # Imported late: compressing and reading recipes need no runtime.
+    from quantkit.bit_search.cache_run import search_cache
     from quantkit.bit_search.options import SearchOptions, SearchTarget
-    from quantkit.bit_search.run import search_cache, search_recipe
+    from quantkit.bit_search.run import search_recipe
     from quantkit.bit_search.start import start_recipe
 
     target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery, kv_bits=kv_bits)

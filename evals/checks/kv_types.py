@@ -3,9 +3,9 @@
     python evals/checks/kv_types.py MODEL TEXT [--types fp8,int8,int4] [--tokens 2000] [--windows 8] [--threads 1]
         [-o evals/results/kv_types/NAME.json]
 
-A type `mix=FOLDER` is the cache of a checkpoint of MODEL, whose recipe has only `kv_cache:`. The weights are the
-model's own, so all that is measured comes from the cache. Every token is computed as in decoding. FILE is written
-after each type, and types that it has are not measured again, so a killed run goes on.
+A type `mix=FOLDER` is the cache of a checkpoint of MODEL, whose recipe has only `kv_cache:` (refused otherwise). The
+weights are the model's own, so all that is measured comes from the cache. Every token is computed as in decoding.
+FILE is written after each type, and types that it has are not measured again, so a killed run goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,6 +24,7 @@ from quantkit.evaluate.drift import measure_drift
 from quantkit.evaluate.fidelity import fidelity, fixed_windows
 from quantkit.evaluate.loading import load_llm
 from quantkit.kernels.layouts import page_bytes
+from quantkit.models.kv_sizes import KV_TYPES
 from quantkit.runtime.llm import LLM
 
 
@@ -44,6 +46,8 @@ def main() -> None:
     for kind, _, folder in (each.partition("=") for each in given.types.split(",")):
         if any(row["type"] == kind for row in rows):
             continue
+        if folder and (kind in KV_TYPES or "weights" in read_manifest(folder)["recipe"]):
+            parser.error(f"{kind}={folder}: needs a name of its own, and a checkpoint that changes only the cache")
         llm = load_llm(folder or str(given.model), threads=given.threads, kv_cache=None if folder else kind)
         drift = measure_drift(llm, original, windows, tokens=given.tokens, say=print)
         near = fidelity(llm, original, windows, greedy_tokens=0)
@@ -59,6 +63,11 @@ def main() -> None:
         about = {**plain(stamp()), "dtype": str(original.model.dtype), "text": given.text.name}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    """What the checkpoint says about itself."""
+    return dict(json.loads((Path(folder) / "quantkit.json").read_text(encoding="utf-8")))
 
 
 def _size(llm: LLM, original: LLM) -> float:

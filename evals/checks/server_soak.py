@@ -347,8 +347,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.hostile and options.kv_cache != "auto":
+        parser.error("--kv-cache has no effect with --hostile")
     count = options.hostile or options.requests
-    origin = about(requests=count, seed=options.seed, model=options.model or "demo", kv_cache=options.kv_cache)
+    origin = about(
+        requests=count,
+        seed=options.seed,
+        model=options.model or "demo",
+        kv_cache=options.kv_cache,
+        kv_memory=options.kv_memory,
+    )
     if options.hostile:
         with tempfile.TemporaryDirectory() as folder:
             model = options.model or str(with_template(Path(folder)))

@@ -2,8 +2,8 @@
 
 Sensitivities are measured with the smallest type of a side, whose KL stands out from rounding of the computation: one
 layer and one side at a time, with the other side in 8 bits. With a larger type, the sensitivity is smaller by the same
-factor as the KL of a cache with this type in all layers. `solve` then chooses as if sensitivities were additive. The
-best caches with the same types in all layers are measured too, so that the result is never worse than these.
+factor as the KL of a cache with this type in all layers. `solve` then chooses as if sensitivities were additive. Two
+caches with the same types in all layers, those that promise the least KL, are measured too; the best of the three wins.
 """
 
 import itertools
@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from quantkit.bit_search.setup import Setup
+from quantkit.bit_search.options import SearchOptions
+from quantkit.bit_search.setup import REFERENCE_BYTES, Setup
 from quantkit.bit_search.solve import Choice, Option, least_sensitivity, total
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
@@ -21,10 +23,11 @@ from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
-from quantkit.errors import GateFailure, ModelError, SchemeError
+from quantkit.errors import DataError, GateFailure, InputError, ModelError, SchemeError
 from quantkit.evaluate.fidelity import Distances, Windows, batches, distances, join_distances, window_logits
 from quantkit.evaluate.sensitivity import few
 from quantkit.kernels.layouts import KVLayout
+from quantkit.models.config import NotNative
 from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, side_of
 from quantkit.numerics.kv_cache import (
     INT2_TOKEN,
@@ -42,6 +45,7 @@ from quantkit.results import CacheChoice, CacheLayerChoice
 from quantkit.runtime.engine.assembly import build_engine
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.cache_schemes import StoredCache
+from quantkit.runtime.model.loader import read_headers
 from quantkit.runtime.model.model import NativeModel
 
 _KEYS = (INT8_CHANNEL, INT4_CHANNEL, INT3_CHANNEL)  # from the most bits to the fewest
@@ -57,22 +61,35 @@ class CacheSearch:
 
     Args:
         setup: the original model, which is as before after every call, and the text.
+        work: folder for the measured numbers.
         progress: called with one line per event.
     Raises:
-        ModelError: transformers runs the model, or all layers have a sliding window.
+        ModelError: all layers have a sliding window.
+        DataError: the windows of the text fill no page.
+        ResumeError: the folder holds the numbers of another search.
+    Attributes:
+        windows, held_out: windows on which caches are compared, and on which the choice is measured.
     """
 
-    def __init__(self, setup: Setup, progress: Callable[[str], None]) -> None:
-        original = setup.original
-        self._layers = _quantizable(original)
+    def __init__(self, setup: Setup, work: Path, progress: Callable[[str], None]) -> None:
+        self._original, self._progress, self._count = setup.original, progress, 0
+        self._layers = _quantizable(self._original)
         if not self._layers:
-            raise ModelError(f"{original.path}: quantkit quantizes the cache of no layer of this model")
-        self._original, self._state, self._progress = original, setup.state, progress
-        self._text, self._held_out = (
-            _Text(original, few(windows, original.vocab_size, MAX_TOKENS))
-            for windows in (setup.windows, setup.held_out)
-        )
-        self._count = 0
+            raise ModelError(
+                f"{self._original.path}: all layers have a sliding window, and their cache is never quantized; leave "
+                "--kv-bits out"
+            )
+        size = self._original.vocab_size
+        self.windows = few(setup.windows, size, MAX_TOKENS, REFERENCE_BYTES)
+        self.held_out = few(setup.held_out, size, MAX_TOKENS, REFERENCE_BYTES)
+        longest = max(map(len, self.windows))
+        if longest <= DEFAULT_PAGE_SIZE:
+            raise DataError(
+                f"{setup.data}: the longest window has {longest} tokens, but the cache is quantized in pages of "
+                f"{DEFAULT_PAGE_SIZE}; give a longer text, or leave --kv-bits out if the model's context is as short"
+            )
+        # Apart from the numbers about weights, because neither the recipe nor its calibration changes these.
+        self._state = setup.open_state(work / "kv-cache.json", {}, progress, self.windows)
         self._keys = [key for key in _KEYS if self._fits(KVScheme(key=key))]
         self._values = [value for value in _VALUES if self._fits(KVScheme(value=value))]
         self._elements = sum(2 * layout.num_heads * layout.head_dim for layout in self._layers.values())
@@ -85,18 +102,22 @@ class CacheSearch:
         Raises:
             GateFailure: even the smallest types need more bits.
         """
-        groups, budget = self._options(), bits * self._elements / 8
-        solved = least_sensitivity(groups, budget)
-        if solved is None:
-            least = self._bits(groups, tuple(len(group) - 1 for group in groups))
+        least = 8 * sum(_bytes(x, self._keys[-1]) + _bytes(x, self._values[-1]) for x in self._layers.values())
+        if least > bits * self._elements * (1 + 1e-12):
+            least /= self._elements
             raise GateFailure(
                 f"kv_bits<={bits:g} cannot be reached: the smallest types take {least:.3f}; raise --kv-bits"
             )
+        self._text = _Text(self._original, self.windows)
+        groups, budget = self._options(), bits * self._elements / 8
+        solved = least_sensitivity(groups, budget)
+        assert solved is not None, "the smallest types fit"
         uniform = self._uniform(groups, budget)
         kls = {choice: self._kl(self._name(choice), self._types(choice)) for choice in (*uniform, solved)}
         choice = min(kls, key=lambda one: kls[one])
         types = self._types(choice)
         self._progress("measuring the chosen cache on other text")
+        del self._text  # two texts' logits would not be needed at once
         return CacheChoice(
             bits=self._bits(groups, choice),
             layers=tuple(
@@ -110,9 +131,10 @@ class CacheSearch:
                 for n, index in enumerate(self._layers)
             ),
             uniform={self._name(each): kls[each] for each in uniform},
+            num_tokens=sum(map(len, self.windows)),
             sum_kl=total(groups, choice).sensitivity,
             search_kl=kls[choice],
-            measured_kl=self._measure(self._held_out, types),
+            measured_kl=self._measure(_Text(self._original, self.held_out), types),
         )
 
     def _options(self) -> list[list[Option]]:
@@ -180,7 +202,7 @@ class CacheSearch:
         return self._state.get(f"cache with {name}", measure)
 
     def _measure(self, text: "_Text", types: _Types) -> float:
-        with _cached_as(self._original, types, text.windows):
+        with _cached(self._original, types, text.windows):
             return text.kl(self._original)
 
 
@@ -201,18 +223,27 @@ class _Text:
         return join_distances(compared).mean
 
 
-def check_cache_search(model: str | None, recipe: Recipe) -> None:
-    """Refuse a model or a format before any work.
+def check_cache_search(model: str | None, options: SearchOptions) -> None:
+    """Refuse a model, a format or settings of the engine before any work.
 
     Args:
         model: directory or hub id; None = the demo model.
-        recipe: recipe that will hold the result.
+        options: options of the search.
     Raises:
-        ModelError: the model caches something other than keys and values.
+        InputError: the engine's settings already change the cache.
+        ModelError: transformers runs the model, or it caches something other than keys and values.
         SchemeError: the recipe's format cannot describe a KV cache.
     """
-    config = CheckpointReader(resolve(model)).config
-    check_cache(recipe_with_cache(recipe, {"dtype": "int4", "outliers": "off"}), config)
+    if given := {"backend", "kv_cache", "kv_budget", "speculate"} & options.engine.keys():
+        raise InputError(f"engine: {min(given)} cannot be set in a search for a KV cache; leave it out")
+    reader = CheckpointReader(resolve(model))
+    check_cache(recipe_with_cache(options.recipe, {"dtype": "int4", "outliers": "off"}), reader.config)
+    try:
+        read_headers(reader)
+    except NotNative as error:
+        raise ModelError(
+            f"{reader.path}: transformers runs this model, with a cache of its own; leave --kv-bits out"
+        ) from error
 
 
 def recipe_with_cache(recipe: Recipe, section: dict[str, Any], **fields: Any) -> Recipe:
@@ -239,20 +270,37 @@ def _pair(pair: tuple[str, str]) -> dict[str, Any]:
     return {"keys": {"dtype": pair[0]}, "values": {"dtype": pair[1]}}
 
 
+def cache_remark(choice: CacheChoice, data: str = "the same text") -> str:
+    """Return a comment on the chosen cache for the recipe."""
+    kl = f"with unchanged weights, its KL while decoding is {choice.measured_kl:.5f} nats per token on {data}"
+    return f"KV cache: {choice.bits:.3f} bits per key or value; {kl}."
+
+
 def _quantizable(llm: LLM) -> dict[int, KVLayout]:
-    """Return the layout of each layer whose cache the engine would quantize, keyed by number."""
-    cache = llm.engine.runner.cache
-    layouts = list(enumerate(cache.layouts)) if cache is not None and isinstance(llm.model, NativeModel) else []
+    """Return the layout of each decoder layer whose cache the engine would quantize, keyed by number."""
+    cache, model = llm.engine.runner.cache, llm.model
+    assert cache is not None and isinstance(model, NativeModel), "`check_cache_search` refuses other models"
     return {
         index: layout
-        for index, layout in layouts
-        if isinstance(layout, KVLayout) and not layout.is_windowed and not layout.rope_dim
+        for index, layout in enumerate(cache.layouts[: model.config.num_layers])
+        if isinstance(layout, KVLayout) and not layout.is_windowed
     }
 
 
 @contextmanager
-def _cached_as(llm: LLM, types: _Types, windows: Windows) -> Iterator[None]:
-    """Run a model inside the block with another cache, which has room for these windows at once."""
+def cached_as(llm: LLM, choice: CacheChoice | None, windows: Windows) -> Iterator[None]:
+    """Run a model inside the block with a chosen cache, which has room for these windows at once; None = its own."""
+    if choice is None:
+        yield
+        return
+    keys, values = ({_dtype(scheme): scheme for scheme in of} for of in (_KEYS, _VALUES))
+    types = {layer.layer: KVScheme(key=keys[layer.keys], value=values[layer.values]) for layer in choice.layers}
+    with _cached(llm, types, windows):
+        yield
+
+
+@contextmanager
+def _cached(llm: LLM, types: _Types, windows: Windows) -> Iterator[None]:
     model = llm.model
     assert isinstance(model, NativeModel)
     kept, count = model.stored_cache, model.config.num_layers

@@ -111,8 +111,8 @@ class SearchTarget:
         several = [name for name in _OF_WEIGHTS if getattr(self, name) is not None][1:]
         if several or not given or not all(0 < value < math.inf for value in given):  # nan is neither
             raise InputError(
-                "a search needs one target, above zero: --bits, --size, --kl or --recovery, or --kv-bits for the KV "
-                "cache, or both"
+                "a search needs a target above zero: one of --bits, --size, --kl and --recovery for the weights, "
+                "--kv-bits for the KV cache, or one of each"
             )
 
     @property
@@ -122,6 +122,11 @@ class SearchTarget:
 
     @property
     def text(self) -> str:
-        """The target as a condition, e.g. `bits<=4.5`; that of the weights if there are two."""
+        """The target as conditions, e.g. `bits<=4.5, kv_bits<=4`."""
         values = ((condition, getattr(self, name)) for name, condition in _CONDITIONS.items())
-        return next(condition.format(value) for condition, value in values if value is not None)
+        return ", ".join(condition.format(value) for condition, value in values if value is not None)
+
+    @property
+    def of_weights(self) -> str:
+        """The target for the weights as a condition; that for the cache if it is the only one."""
+        return self.text.partition(", ")[0]

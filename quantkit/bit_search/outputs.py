@@ -90,6 +90,11 @@ class Outputs:
         """Temporary path of the recipe, until the search is complete."""
         return self.recipe.work.path / self.recipe.output.name
 
+    @property
+    def recipe_name(self) -> str:
+        """Name of the recipe, after its file."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", self.recipe.output.stem).lstrip("._-") or "searched"
+
     def hand_over(self, trial: Path) -> None:
         """Move the recipe, and the checkpoint if one was requested, to their final paths; delete the work folder.
 
@@ -120,7 +125,8 @@ def open_outputs(model: str | None, target: SearchTarget, options: SearchOptions
             the recipe's name does not end in .yaml or .yml.
     """
     name = "demo" if model is None else Path(model).name or Path(model).resolve().name
-    output = options.output or Path(f"{name}-{re.sub(r'[<>]=', '-', target.text)}.yaml")  # ./demo-bits-4.5.yaml
+    # ./demo-bits-4.5.yaml, ./demo-bits-4.5-kv_bits-4.yaml
+    output = options.output or Path(f"{name}-{re.sub('[<>]=|, ', '-', target.text)}.yaml")
     if output.suffix not in (".yaml", ".yml"):
         raise OutputError(f"output {output} must be a recipe file; give a name that ends in .yaml")
     with ExitStack() as stack:

@@ -12,8 +12,11 @@ from quantkit.bit_search.candidates import Candidate, override
 from quantkit.bit_search.sensitivities import MeasuredGroup
 from quantkit.bit_search.solve import Choice
 from quantkit.compress.recipe import Recipe
+from quantkit.compress.recipe.load import build
+from quantkit.errors import RecipeError
 from quantkit.models.linear_sets import common_owner
 from quantkit.output.writer import write_text
+from quantkit.safety.untrusted import parse_yaml
 
 _FEW = 4  # the most modules of a group to list by name; larger groups get a pattern if one fits
 
@@ -85,8 +88,14 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
     lines += [f"{key}: {_flow(source[key])}" for key in ("activations", "ignore") if source.get(key)]
     lines += ["overrides:" if source["overrides"] else "overrides: []"]
     for entry in source["overrides"]:
-        weights = {key: value for key, value in entry.get("weights", {}).items() if key in ("dtype", "group_size")}
-        lines += [f"  - weights: {_flow(weights)}" if weights else "  - skip: true", "    modules:"]
+        weights = {
+            key: value
+            for key, value in entry.get("weights", {}).items()
+            if key in ("dtype", "group_size") or value != source["weights"][key]
+        }
+        others = {key: value for key, value in entry.items() if key not in ("weights", "modules") and value is not None}
+        said = [*([f"weights: {_flow(weights)}"] if weights else []), *(f"{k}: {_flow(v)}" for k, v in others.items())]
+        lines += [f"  - {said[0]}", *(f"    {text}" for text in said[1:]), "    modules:"]
         for pattern in entry["modules"]:
             lines += [f"      # {of_patterns[pattern]}"] if pattern in of_patterns else []
             lines += [f"      - {_flow(pattern)}"]
@@ -95,7 +104,10 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
     lines += [f"{key}: {_flow(value)}" for key, value in source.items() if key not in _WRITTEN]
     lines += [f"gates: {_flow(list(recipe.gates))}"] if recipe.gates else []
     lines += [f"measured: {_flow(dict(recipe.measured))}"] if recipe.measured else []
-    write_text(path, "\n".join([*lines, ""]))
+    text = "\n".join([*lines, ""])
+    again = build(parse_yaml(text, path.name, RecipeError), path.name)
+    assert again.source == recipe.source, "the file is another recipe"
+    write_text(path, text)
 
 
 _WRITTEN = ("name", "description", "weights", "activations", "ignore", "overrides", "kv_cache", "steps")

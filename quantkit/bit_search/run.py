@@ -6,7 +6,6 @@ predicted and measured final results, since a choice looks better on the tokens 
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.bit_search.cache_types import (
-    MAX_TOKENS,
     CacheSearch,
+    cache_remark,
     cache_section,
+    cached_as,
     check_cache_search,
     recipe_with_cache,
 )
@@ -38,7 +38,7 @@ from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.outputs import Outputs, open_outputs
 from quantkit.bit_search.recipe_file import default_candidate, overrides, remarks_on, write_recipe
 from quantkit.bit_search.sensitivities import TrialRunner, measure_groups
-from quantkit.bit_search.setup import set_up
+from quantkit.bit_search.setup import describe_recipe, set_up
 from quantkit.bit_search.solve import Choice
 from quantkit.checkpoints.folder import resolve
 from quantkit.compress.algorithms.base import moves_scales
@@ -46,14 +46,14 @@ from quantkit.compress.convert.gguf_writer import check_model
 from quantkit.compress.convert.source import open_source
 from quantkit.compress.pipeline.gguf_entries import measured_entries
 from quantkit.compress.recipe import Recipe
-from quantkit.errors import GateFailure, InputError, RecipeError
+from quantkit.errors import GateFailure, RecipeError
 from quantkit.evaluate.sensitivity import Probe
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.ggml.gguf_file import copy_with_entries
 from quantkit.numerics.dtype import find_dtype
 from quantkit.output.writer import write_json
 from quantkit.quantities import byte_size
-from quantkit.results import CacheSearchResult, CandidateRecord, GroupChoice, SearchResult
+from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
 from quantkit.sweep.trials import Trial, TrialCommand, check_place, planned_bytes, run_trials
 
@@ -85,59 +85,6 @@ def search_recipe(
     return replace(result, seconds=time.perf_counter() - started)
 
 
-def search_cache(
-    model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Progress = lambda _: None
-) -> CacheSearchResult:
-    """Find the best number types of each layer's keys and values, and write a recipe that differs from the one to start
-    from in its KV cache alone.
-
-    Args:
-        model, options, progress: see `search_recipe`. The weights are the original's in all measurements.
-        target: target of the search; only `kv_bits` is set.
-    Raises:
-        InputError: see `search_recipe`; or there are options that only apply to weights.
-        GateFailure: no choice can meet the target.
-    """
-    started = time.perf_counter()
-    assert target.kv_bits is not None and target.is_cache_only
-    if options.candidates or options.checkpoint is not None:
-        raise InputError("--candidates and --checkpoint apply to weights; add a target for them, such as --bits")
-    check_cache_search(model, options.recipe)
-    with open_outputs(model, target, options) as outputs:
-        setup = set_up(model, replace(options, max_tokens=min(options.max_tokens, MAX_TOKENS)), outputs, progress)
-        chosen = CacheSearch(setup, progress).find(target.kv_bits)
-        base, kl = options.recipe, chosen.measured_kl
-        recipe = recipe_with_cache(
-            base,
-            cache_section(chosen),
-            name=_recipe_name(outputs),
-            description=f"{base.name}, with types of each layer's keys and values from a search for {target.text}.",
-            gates=list(base.gates),
-            measured=setup.measurement(kl),
-        )
-        remarks = [
-            f"Written by `quantkit search` for {target.text}: {chosen.bits:.3f} bits per key or value.",
-            f"KL to the original while decoding, with unchanged weights: {kl:.5f} nats per token, on {setup.data}.",
-        ]
-        write_recipe(outputs.draft, recipe, remarks, {})
-        outputs.hand_over(Path())
-    return CacheSearchResult(
-        model="demo" if model is None else str(model),
-        recipe=str(outputs.recipe.output),
-        base=base.name,
-        target=target.text,
-        kv_cache=chosen,
-        data=setup.data,
-        num_tokens=setup.num_tokens,
-        notes=setup.notes,
-        seconds=time.perf_counter() - started,
-    )
-
-
-def _recipe_name(outputs: Outputs) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", outputs.recipe.output.stem).lstrip("._-") or "searched"
-
-
 class _Search:
     """One search. The constructor measures all groups; `reach_target` then chooses and verifies.
 
@@ -163,14 +110,20 @@ class _Search:
                 )
             check_model(open_source(resolve(model)))
         if target.kv_bits is not None:
-            check_cache_search(model, options.recipe)
+            check_cache_search(model, options)
         moved = moves_scales(options.recipe.steps)  # raises for steps whose groups cannot be tried one at a time
         self.candidates, notes = _candidates(model, options, target)
-        self.setup = setup = set_up(model, options, outputs, progress)
+        self.setup = setup = set_up(model, options, progress)
         self.notes = (*notes, *setup.notes)
         self.cache = None
         if target.kv_bits is not None:
-            self.cache = CacheSearch(setup, progress).find(target.kv_bits)
+            self.cache = CacheSearch(setup, outputs.work.path, progress).find(target.kv_bits)
+            if target.kl is not None and self.cache.measured_kl >= target.kl:
+                raise GateFailure(
+                    f"{target.text} cannot be reached: the KV cache alone has a KL of {self.cache.measured_kl:.5f}; "
+                    "raise --kl or --kv-bits"
+                )
+        state = setup.open_state(outputs.work.path / "state.json", describe_recipe(options.recipe), progress)
         self.runner = TrialRunner(
             model=model,
             source=setup.source,
@@ -181,9 +134,9 @@ class _Search:
             progress=progress,
         )
         if (options.on, options.jobs) != ("local", 1) and not makes_gguf(options.recipe):
-            _compress_ahead(self.runner, self.candidates, setup.state.threads, options)
+            _compress_ahead(self.runner, self.candidates, state.threads, options)
         probe = Probe(setup.original, setup.windows)
-        self.measured = measure_groups(self.runner, self.candidates, setup.original, probe, setup.state, moved)
+        self.measured = measure_groups(self.runner, self.candidates, setup.original, probe, state, moved)
 
     def reach_target(self) -> SearchResult:
         """Choose, write, compress and measure; repeat with a smaller KL if the model missed the target."""
@@ -193,13 +146,15 @@ class _Search:
         if target.num_bytes is not None:
             return self.verify(self._choose(self._budget(target.num_bytes)))
         judge = None if target.recovery is None else Judge(original=self.setup.original, goal=target.recovery)
-        kl = target.kl if judge is None else judge.first_kl(*self._coarsest())
-        assert kl is not None
+        of_cache = self.cache.measured_kl if self.cache else 0.0
+        kl = target.kl - of_cache if target.kl is not None else judge.first_kl(*self._coarsest()) if judge else 0.0
         for attempt in range(_TRIES):
             result = self.verify(within_kl(measured, kl, progress=progress), judge)
             if result.reached or attempt == _TRIES - 1:
                 break
-            kl = kl * 0.97 * kl / result.measured_kl if judge is None else judge.next_kl(result)
+            # Of the measured KL, only what exceeds the cache's own can shrink with the weights'.
+            of_weights = max(result.measured_kl - of_cache, kl)
+            kl = kl * 0.97 * kl / of_weights if judge is None else judge.next_kl(result)
         return result
 
     def _budget(self, num_bytes: int) -> int:
@@ -236,11 +191,13 @@ class _Search:
         """Write the recipe of a choice, compress the model with it, measure the KL, and add the KL to the recipe."""
         measured, runner, fresh = self.measured, self.runner, Probe(self.setup.original, self.setup.held_out)
         bits, added = measured.bits_per_weight(choice), measured.total(choice).sensitivity
-        expected = measured.kl_on(fresh, choice) + (self.cache.measured_kl if self.cache else 0.0)
+        with cached_as(self.setup.original, self.cache, self.setup.held_out):
+            expected = measured.kl_on(fresh, choice)
         remarks = [
             f"Written by `quantkit search` for {self.target.text} from {runner.base.name}: {bits:.3f} bits per weight.",
             f"Expected KL to the original {expected:.5f} nats per token, on {self.setup.data}.",
             f"KL on the tokens used to choose {measured.kl(choice):.5f}; sum of single groups {added:.5f}.",
+            *([] if self.cache is None else [cache_remark(self.cache)]),
         ]
         recipe = self._write(choice, remarks)
         runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits")
@@ -251,7 +208,11 @@ class _Search:
         made = runner.compress(recipe, self.trial)
         llm = runner.load(self.trial)
         kl = fresh.compare(llm).mean
-        final = self._write(choice, [*remarks, f"Measured after compressing: {kl:.5f}."], self.setup.measurement(kl))
+        final = self._write(
+            choice,
+            [*remarks, f"Measured after compressing: {kl:.5f}."],
+            self.setup.measurement(kl, self.setup.held_out),
+        )
         num_bytes = self._noted_in_file(final) if makes_gguf(final) else made.output_bytes
         recovery = None if judge is None else judge.recovery(llm)
         return SearchResult(
@@ -299,6 +260,7 @@ class _Search:
             measured: section `measured` of the recipe; None = nothing was measured yet.
         """
         base, target, fields = self.runner.base, self.target, dict[str, Any](measured=measured)
+        gates = list(base.gates) if target.recovery is None and target.kl is None else [target.of_weights]
         linears = [pair for pair in zip(self.measured.groups, choice, strict=True) if pair[0].name != EMBEDDING]
         groups, numbers = [group for group, _ in linears], tuple(number for _, number in linears)
         for group, number in zip(self.measured.groups, choice, strict=True):
@@ -309,9 +271,9 @@ class _Search:
         recipe = changed(
             base,
             default_candidate(self.candidates, groups, numbers),
-            name=_recipe_name(self.outputs),
+            name=self.outputs.recipe_name,
             description=f"{base.name} with the numbers of each fused group chosen by a search for {target.text}.",
-            gates=list(base.gates) if target.recovery is None and target.kl is None else [target.text],
+            gates=gates,
             overrides=overrides(self.candidates, groups, numbers),
             **fields,
         )

@@ -1,4 +1,4 @@
-"""What every search starts with: the original model, the text in two halves, and the numbers measured before."""
+"""What every search starts with: the original model, and the text in two halves."""
 
 import hashlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quantkit.bit_search.options import SearchOptions
-from quantkit.bit_search.outputs import Outputs, SearchState
+from quantkit.bit_search.outputs import SearchState
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
@@ -23,13 +23,13 @@ from quantkit.evaluate.tasks import read_named_text, speaks_demo
 from quantkit.quantities import dtype_name
 from quantkit.runtime.llm import LLM
 
-_REFERENCE_BYTES = 2 << 30  # limit for the size of the original's reference logits
+REFERENCE_BYTES = 2 << 30  # limit for the size of the original's reference logits
 _CHOSEN = ("name", "weights", "overrides", "embedding", "kv_cache")  # fields of a recipe that a search sets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """The original model, the text, and the numbers measured before.
+    """The original model and the text.
 
     Args:
         original: the loaded original.
@@ -39,7 +39,6 @@ class Setup:
         windows: windows on which the search measures.
         held_out: as many other windows for the result; the same ones if the text has no others.
         notes: remarks for the user.
-        state: the numbers.
     """
 
     original: LLM
@@ -50,29 +49,57 @@ class Setup:
     windows: Windows
     held_out: Windows
     notes: tuple[str, ...]
-    state: SearchState
 
     @property
     def num_tokens(self) -> int:
         """Tokens on which the search measures."""
         return sum(map(len, self.windows))
 
-    def measurement(self, kl: float) -> dict[str, Any]:
-        """Return the section `measured` of a recipe, for a KL on the held-out windows."""
-        tokens = sum(map(len, self.held_out))
+    def measurement(self, kl: float, windows: Windows) -> dict[str, Any]:
+        """Return the section `measured` of a recipe, for a KL on these windows."""
+        tokens = sum(map(len, windows))
         return {"kl": round(kl, 6), "text": Path(self.data).name, "text_sha256": self.text_sha256, "tokens": tokens}
 
+    def open_state(
+        self, path: Path, about: dict[str, Any], progress: Callable[[str], None], windows: Windows | None = None
+    ) -> SearchState:
+        """Open the file of measured numbers, and compute with its number of threads from now on.
 
-def set_up(model: str | None, options: SearchOptions, outputs: Outputs, progress: Callable[[str], None]) -> Setup:
+        Args:
+            path: path of the file.
+            about: what determines the numbers, besides the model, the text, the versions and the device.
+            progress: called with one line if there are numbers.
+            windows: text of the measurements; None = `self.windows`.
+        Raises:
+            ResumeError: the file holds the numbers of another search.
+        """
+        model = self.original.model
+        identity = {
+            **about,
+            "source": self.source,
+            "windows": hashlib.sha256(repr(self.windows if windows is None else windows).encode()).hexdigest(),
+            "versions": describe_versions(),
+            "arithmetic": dtype_name(model.dtype),
+            "device": model.device.type,
+        }
+        state = SearchState(path, identity)
+        # Sums depend on the number of threads: a resumed search keeps the thread count of its first measurement.
+        self.engine["threads"] = state.threads
+        torch.set_num_threads(state.threads)
+        if state.resumed:
+            progress(f"reusing {state.resumed} measurements of an earlier search in {path.parent}")
+        return state
+
+
+def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], None]) -> Setup:
     """Load the original and read the text.
 
     Args:
         model: directory or hub id; None = the demo model.
         options: options of the search.
-        outputs: locked output paths.
         progress: called with one line per event.
     Raises:
-        InputError: the model or the text cannot be used, or the numbers measured before are those of another search.
+        InputError: the model or the text cannot be used.
     """
     folder = resolve(model)
     engine: dict[str, Any] = {"dtype": "float32", "device": options.device, **options.engine}
@@ -80,25 +107,26 @@ def set_up(model: str | None, options: SearchOptions, outputs: Outputs, progress
     original = load_llm(str(folder), **engine)
     data, text_sha256, windows, notes = _windows(original, options)
     # Neighbouring windows have similar content, so both halves are alike and share no token.
-    used = few(windows[::2], original.model.vocab_size, options.max_tokens, _REFERENCE_BYTES)
-    identity = _identity(options.recipe, folder, original, used)
-    state = SearchState(outputs.work.path / "state.json", identity)
-    # Sums depend on the number of threads: a resumed search keeps the thread count of its first measurement.
-    engine["threads"] = state.threads
-    torch.set_num_threads(state.threads)
-    if state.resumed:
-        progress(f"reusing {state.resumed} measurements of an earlier search in {outputs.work.path}")
+    used = few(windows[::2], original.model.vocab_size, options.max_tokens, REFERENCE_BYTES)
     return Setup(
         original=original,
         engine=engine,
-        source=identity["source"],
+        source=CheckpointReader(folder).digests,
         data=data,
         text_sha256=text_sha256,
         windows=used,
         held_out=windows[1::2][: len(used)] or used,  # a text with a single window leaves none to hold out
         notes=notes,
-        state=state,
     )
+
+
+def describe_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe contributes to measured numbers.
+
+    The fields that candidates set are left out, so that a search with other candidates can reuse the numbers.
+    """
+    source = {key: value for key, value in recipe.source.items() if key not in _CHOSEN}
+    return {"recipe": source, "calibration": calibration_digest(recipe)}
 
 
 def _windows(original: LLM, options: SearchOptions) -> tuple[str, str, Windows, tuple[str, ...]]:
@@ -117,18 +145,3 @@ def _windows(original: LLM, options: SearchOptions) -> tuple[str, str, Windows, 
     if not windows:
         raise DataError(f"text {name!r} is too short for one window; give a longer text")
     return name, hashlib.sha256(content.encode()).hexdigest(), windows, notes
-
-
-def _identity(recipe: Recipe, folder: Path, original: LLM, windows: Windows) -> dict[str, Any]:
-    """Return everything that determines the measured numbers, as plain data."""
-    # Leave out the fields that candidates set, so that a search with other candidates can reuse the numbers.
-    source = {key: value for key, value in recipe.source.items() if key not in _CHOSEN}
-    return {
-        "recipe": source,
-        "calibration": calibration_digest(recipe),
-        "source": CheckpointReader(folder).digests,
-        "windows": hashlib.sha256(repr(windows).encode()).hexdigest(),
-        "versions": describe_versions(),
-        "arithmetic": dtype_name(original.model.dtype),
-        "device": original.model.device.type,
-    }

@@ -94,7 +94,7 @@ def _table(recipes: dict[str, Recipe]) -> Table:
         steps = ", ".join(recipe.steps)
         weights = "as they are" if default is None else default.weight.describe()
         if recipe.kv_cache is not None and recipe.kv_cache.scheme.key.dtype is not None:
-            weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}"
+            weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}{' and others' if recipe.kv_cache.layers else ''}"
         rows.append((name, weights, activations, steps))
     return Table(columns=tuple(map(Column, ("recipe", "weights", "activations", "steps"))), rows=tuple(rows))
 

@@ -54,15 +54,15 @@ def command(
       quantkit search --bits 4.5 --kv-bits 4
     """
     if not target or len(target.keys() - {"kv_bits"}) > 1:
-        raise click.UsageError("give one of --bits, --size, --kl and --recovery, or --kv-bits, or both")
-    from quantkit.bit_search import run
+        raise click.UsageError("give one of --bits, --size, --kl and --recovery, or --kv-bits, or one of each")
+    from quantkit.bit_search import cache_run, run
     from quantkit.bit_search.start import start_recipe
 
     asked = SearchTarget(**target)
     start = start_recipe(recipe, format_, changes, cache_only=asked.is_cache_only)
     options = SearchOptions(recipe=start, engine=engine, **how)
     if asked.is_cache_only:
-        chosen = run.search_cache(model, asked, options, progress=output_to.tell)
+        chosen = cache_run.search_cache(model, asked, options, progress=output_to.tell)
         output_to.result(
             chosen.to_dict,
             lambda: _cache_summary(chosen),

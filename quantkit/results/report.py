@@ -264,8 +264,10 @@ class CacheChoice(Record):
     Args:
         bits: stored bits per key or value, including scales, on average over `layers`.
         layers: types of each layer that quantkit can quantize.
-        uniform: KL of caches of at most the same size with the same types in all layers, keyed by these types; measured
-            on the tokens used for the choice.
+        uniform: KL of two caches within the target with the same types in all layers, keyed by these types; measured on
+            the tokens used for the choice.
+        num_tokens: number of positions used for the choice; `measured_kl` uses about as many others. In each window,
+            the tokens of its last page are not rounded yet, as in any sequence.
         sum_kl: sum of the layers' estimated KL.
         search_kl: KL of the chosen cache on the tokens used for the choice.
         measured_kl: as `search_kl`, on tokens that the search did not use.
@@ -274,6 +276,7 @@ class CacheChoice(Record):
     bits: float
     layers: tuple[CacheLayerChoice, ...]
     uniform: dict[str, float]
+    num_tokens: int
     sum_kl: float
     search_kl: float
     measured_kl: float
@@ -290,7 +293,6 @@ class CacheSearchResult(Record):
         target: target, e.g. "kv_bits<=3.5".
         kv_cache: the chosen cache.
         data: name of the text.
-        num_tokens: number of positions used for the choice.
         notes: unusual events.
         seconds: wall time of this process.
     """
@@ -301,7 +303,6 @@ class CacheSearchResult(Record):
     target: str
     kv_cache: CacheChoice
     data: str
-    num_tokens: int
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -327,11 +328,11 @@ class SearchResult(Record):
         sum_kl: sum of the groups' KL, with each group quantized alone by its chosen candidate.
         search_kl: KL with all groups quantized by their chosen candidates, on the tokens used for the choice; usually
             lower than on other tokens.
-        expected_kl: as `search_kl`, on tokens that the search did not use; measured before the model is compressed with
-            the recipe.
+        expected_kl: as `search_kl`, on tokens that the search did not use, and with the chosen KV cache, if any;
+            measured before the model is compressed with the recipe.
         measured_kl: KL of the model compressed with the recipe, on the tokens of `expected_kl`.
         recovery: task scores in per cent of the original's; None if recovery was not the target.
-        kv_cache: the chosen KV cache, which counts in `expected_kl` and `measured_kl`; None if none was searched.
+        kv_cache: the chosen KV cache, with which `measured_kl` is measured too; None if none was searched.
         notes: unusual events.
         seconds: wall time of this process.
     """

@@ -106,6 +106,7 @@ class LLM(Prompts):
     def exchange(self, engine: Engine) -> Engine:
         """Use another engine for the same model from now on, and return the one before; no request may be running."""
         with self._lock:
+            assert not self._inboxes, "requests are running"
             before, self._engine = self.engine, engine
             return before
 

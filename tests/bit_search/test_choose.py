@@ -86,5 +86,5 @@ def test_one_target_is_asked_for():
         "recovery>=99",
     ]
     for wrong in ({}, {"bits": 4.0, "kl": 0.1}, {"bits": 0}, {"bits": float("nan")}):
-        with pytest.raises(InputError, match="one target, above zero"):
+        with pytest.raises(InputError, match="a target above zero"):
             SearchTarget(**wrong)

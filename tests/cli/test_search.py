@@ -7,6 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from quantkit.bit_search import cache_run
 from quantkit.bit_search import run as bit_search
 from quantkit.cli import main
 from quantkit.results import (
@@ -101,15 +102,16 @@ def test_a_kv_cache_alone(monkeypatch):
         bits=3.9,
         layers=tuple(layers),
         uniform={"int4 keys and int2 values": 0.05},
+        num_tokens=512,
         sum_kl=0.006,
         search_kl=0.0061,
         measured_kl=0.0064,
     )
     found = CacheSearchResult(
-        model="./m", recipe="m.yaml", base="kv-cache", target="kv_bits<=4", kv_cache=choice, data="mine", num_tokens=512
+        model="./m", recipe="m.yaml", base="kv-cache", target="kv_bits<=4", kv_cache=choice, data="mine"
     )
     calls = []
-    monkeypatch.setattr(bit_search, "search_cache", lambda *a, **k: calls.append(a) or found)
+    monkeypatch.setattr(cache_run, "search_cache", lambda *a, **k: calls.append(a) or found)
     done = CliRunner().invoke(main, ["search", "./m", "--kv-bits", "4", "--quiet"])
     assert done.exit_code == 0, done.output
     shown = " ".join(done.output.split())
@@ -126,5 +128,5 @@ def test_one_target_is_needed_and_only_one(run):
     for args in ((), ("--bits", "4", "--kl", "0.1")):
         done, calls = run(*args)
         assert done.exit_code == 2
-        assert "give one of --bits, --size, --kl and --recovery, or --kv-bits, or both" in done.output
+        assert "give one of --bits, --size, --kl and --recovery, or --kv-bits, or one of each" in done.output
         assert not calls

@@ -321,11 +321,10 @@ def conflicts(
             f"pattern {rule.pattern!r} matches no linear of this model; names look like {names[0]!r}{also}"
         )
     yield from _without_inputs(layers, assigned)
-    unknown = [number for number, _ in recipe.kv_cache.layers if number >= len(layers)] if recipe.kv_cache else []
+    count = sum(not layer.beside for layer in layers)
+    unknown = [number for number, _ in recipe.kv_cache.layers if number >= count] if recipe.kv_cache else []
     if unknown:
-        yield RecipeError(
-            f"kv_cache.layers: there is no layer {unknown[0]}; this model has layers 0 to {len(layers) - 1}"
-        )
+        yield RecipeError(f"kv_cache.layers: there is no layer {unknown[0]}; this model has layers 0 to {count - 1}")
     if recipe.kv_cache is None and not any(scheme for schemes in assigned for scheme in schemes.values()):
         yield RecipeError(f"recipe {recipe.name!r} quantizes no linear; remove patterns from ignore")
     for layer, schemes in zip(layers, assigned, strict=True) if FORMATS.load(recipe.format).fuses else ():

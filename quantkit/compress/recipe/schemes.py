@@ -148,8 +148,14 @@ def _cache_scheme(section: schema.KVCacheSection) -> KVScheme:
 
 def _changed_cache(section: schema.KVCacheSection, entry: schema.CacheLayers) -> schema.KVCacheSection:
     """Return the section with an entry's keys and values in place of its own."""
-    given = {name: side for name in ("keys", "values") if (side := getattr(entry, name)) is not None}
-    return section.model_copy(update=given)
+    sides = {}
+    for name in ("keys", "values"):
+        own, given = getattr(section, name), getattr(entry, name)
+        if given is not None:
+            # Another type has another usual granularity, so only an entry without a type takes over the section's.
+            kept = own.granularity if given.dtype is None else None
+            sides[name] = schema.CacheSide(dtype=given.dtype or own.dtype, granularity=given.granularity or kept)
+    return section.model_copy(update=sides)
 
 
 def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
@@ -158,15 +164,32 @@ def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
     Raises:
         RecipeError: see `build_cache`.
     """
-    scheme = build_cache(section).scheme
+    goal = build_cache(section)
+    scheme = goal.scheme
     sides = {
         name: {"dtype": side.dtype.name, "granularity": side.granularity}
         for name, side in (("keys", scheme.key), ("values", scheme.value))
         if side.dtype is not None
     }
-    # An empty list is left out, so that older recipes keep their identity.
-    layers = {"layers": [entry.model_dump(exclude_none=True) for entry in section.layers]} if section.layers else {}
-    return {**section.model_dump(exclude={"layers"}), **sides, "granularity": None, **layers}
+    fields = {**section.model_dump(exclude={"layers"}), **sides, "granularity": None}
+    if not section.layers:  # left out, so that older recipes keep their identity
+        return fields
+    return {
+        **fields,
+        "layers": [_layer_fields(entry, goal.of_layer(entry.numbers[0]).scheme) for entry in section.layers],
+    }
+
+
+def _layer_fields(entry: schema.CacheLayers, scheme: KVScheme) -> dict[str, Any]:
+    """Return an entry of `layers` as plain data with every default filled in."""
+    if entry.skip:
+        return {"numbers": list(entry.numbers), "skip": True}
+    sides = {
+        name: {"dtype": side.dtype.name, "granularity": side.granularity}
+        for name, side in (("keys", scheme.key), ("values", scheme.value))
+        if getattr(entry, name) is not None and side.dtype is not None
+    }
+    return {"numbers": list(entry.numbers), **sides}
 
 
 def _side(section: schema.KVCacheSection, name: Literal["keys", "values"]) -> CacheScheme:

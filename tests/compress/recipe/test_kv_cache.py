@@ -52,6 +52,13 @@ def test_layers_may_differ():
     assert recipe.calibration is None
     again = build(recipe.source, "again.yaml")
     assert (again.kv_cache, again.source) == (recipe.kv_cache, recipe.source)
+    # The source has every default, whatever the section says for all layers.
+    others = {"numbers": [1], "keys": {"dtype": "int8"}}, {"numbers": [2], "values": {"granularity": "token"}}
+    recipe = made(dtype="int4", granularity="token", values={"dtype": "int8"}, layers=list(others))
+    again = build(recipe.source, "again.yaml")
+    assert (again.kv_cache, again.source) == (recipe.kv_cache, recipe.source)
+    assert recipe.kv_cache.of_layer(1).scheme.key.describe() == "int8 per token"
+    assert recipe.kv_cache.of_layer(2).scheme.value.describe() == "int8 per token"
     assert "layers" not in made(dtype="int4").source["kv_cache"]  # older recipes keep their identity
 
 
