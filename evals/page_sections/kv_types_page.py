@@ -25,7 +25,11 @@ def table() -> str:
     head = ["model", "cache", "size, of 16 bits", "KL, windows of 256"]
     head += [f"tokens {start + 1:,} to {end:,}" for start, end in zip(starts, first["ends"], strict=False)]
     lines = [table_line([*head, "drift per 1,000 tokens"]), "|---" * (len(head) + 1) + "|"]
-    rows = [(name, row) for name, result in known.items() for row in result["rows"]]
+    rows = [
+        (name, row)
+        for name, result in known.items()
+        for row in sorted(result["rows"], key=lambda row: row["size"], reverse=True)
+    ]
     wide = {name: 2 if result["about"]["dtype"] == "torch.float32" else 1 for name, result in known.items()}
     lines += [table_line(_cells(name, row, wide[name])) for name, row in rows]
     said = "; ".join(
