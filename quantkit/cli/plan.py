@@ -224,6 +224,7 @@ def _compression(plan: Estimate) -> Table | None:
         "hidden_states": f"hidden states of {recipe.num_tokens:,} tokens (on disk if a CPU computes)",
         "statistics": "statistics of the steps",
         "working_copies": "working copies",
+        "libraries": "Python, torch and the tokenizer, about",
     }
     rows = [
         *((titles[key], size) for key, size in parts.items() if size),

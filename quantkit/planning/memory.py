@@ -299,10 +299,14 @@ def planned_activation_bytes(shape: ModelShape, tokens: int, sequences: int) -> 
     return tokens * (2 * shape.hidden_size + widest) * size + sequences * shape.vocab_size * 4
 
 
+_LIBRARY_BYTES = 400 << 20  # observed: 390 MiB with the demo model, 430 with SmolLM2, more with larger vocabularies
+
+
 def compression_bytes(
     shape: ModelShape, num_tokens: int, steps: Sequence[Step], *, hands_on: bool = False
 ) -> dict[str, int]:
     """Estimate the peak memory of `quantkit quantize` in bytes, keyed by purpose; see `algorithms.base.steps_bytes`.
+    "libraries" is what the process holds before the first layer.
 
     Args:
         shape: shape of the model.
@@ -314,7 +318,8 @@ def compression_bytes(
         [(m.out_features, m.in_features) for m in layer.matrices if m.quantizable for _ in range(m.copies)]
         for layer in shape.layers
     ]
-    return steps_bytes(steps, sizes, shape.dtype_bytes, num_tokens * shape.hidden_size, hands_on=hands_on)
+    of_steps = steps_bytes(steps, sizes, shape.dtype_bytes, num_tokens * shape.hidden_size, hands_on=hands_on)
+    return {**of_steps, "libraries": _LIBRARY_BYTES}
 
 
 def _counted(shape: ModelShape, scheme: WeightChoice) -> WeightBytes:
