@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.distributed import share_out
 from quantkit.evaluate.behaviour import BehaviourPlan, Trace, scores
-from quantkit.evaluate.fidelity import batches, check_vocabulary, distances, entropies, paired_logits
+from quantkit.evaluate.fidelity import check_vocabulary, distances, entropies, paired_batches, paired_logits
 from quantkit.evaluate.work_sharing import Meter, Say
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, BehaviourResult, ExampleRecord, MarginRecord
 from quantkit.results.statistics.paired import compare_pairs
@@ -173,7 +173,7 @@ def score_traces(
     # The last token is scored but not fed.
     theirs = tuple((*trace.question.ids, *trace.token_ids)[:-1] for trace in traces)
     ours = tuple((*prompts[trace.question.number], *trace.token_ids)[:-1] for trace in traces)
-    groups = list(batches(original, theirs))
+    groups = list(paired_batches(original, llm, theirs))
     ends = list(accumulate(map(len, groups)))
     meter = None if say is None else Meter(say, "groups of answers", list(map(len, groups)))
 

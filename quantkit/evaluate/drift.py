@@ -20,6 +20,7 @@ from quantkit.evaluate.fidelity import (
     Windows,
     check_vocabulary,
     distances,
+    fitting_texts,
     paired_logits,
 )
 from quantkit.evaluate.work_sharing import Meter, Say, forget
@@ -84,7 +85,7 @@ def _compare(
     # Filled in place: small tensors that are kept would lie between freed rows and keep their memory from being reused.
     kl, agrees = torch.empty(len(traces), tokens), torch.empty(len(traces), tokens, dtype=torch.bool)
     counts = [0] * len(traces)
-    at_once = min(_fitting(each, len(traces[0])) for each in (llm, original))
+    at_once = min(fitting_texts(each, len(traces[0])) for each in (llm, original))
     for start in range(0, len(traces), at_once):
         group = traces[start : start + at_once]
         for index, reference, value in paired_logits(original, llm, group, group, [tokens] * len(group), chunk_size=1):
@@ -96,16 +97,6 @@ def _compare(
             if meter is not None:
                 meter.reach(sum(counts))
     return tokens, [Distances(kl=own, agrees=same) for own, same in zip(kl, agrees, strict=True)]
-
-
-def _fitting(llm: LLM, tokens: int) -> int:
-    """Return how many texts of this length the cache holds. If one model read more texts at once than the other, the
-    logits without a pair would fill the memory.
-    """
-    cache = llm.engine.runner.cache
-    if cache is None:  # transformers runs the model, one text at a time
-        return 1
-    return max(1, cache.num_pages // -(-(tokens + 1) // cache.page_size))
 
 
 def drift_result(texts: Sequence[Distances], tokens: int) -> DriftResult:

@@ -32,6 +32,7 @@ from quantkit.runtime.types import SamplingParams
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
 _BLOCK_BYTES = 32 << 20  # of logits compared at once; a comparison holds four arrays of this size
+_DECODED = 16  # windows that are decoded at once: fewer would read the weights more often
 _BATCH_BYTES = 128 << 20  # of one model's logits of a batch of windows, unless a single window needs more
 
 Windows = tuple[tuple[int, ...], ...]
@@ -115,8 +116,7 @@ def fidelity(
     """
     check_vocabulary(llm, original)
 
-    # Batches that fit the original's step serve both models, so that windows stay paired.
-    groups = list(batches(original, windows))
+    groups = list(paired_batches(original, llm, windows))
     meter = None if say is None else Meter(say, "groups of windows", [len(group) for group in groups])
 
     def compare(number: int) -> list[Distances]:
@@ -178,6 +178,26 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
         yield windows[start : start + count]
 
 
+def paired_batches(original: LLM, llm: LLM, windows: Windows) -> Iterator[Windows]:
+    """Yield batches of windows for `paired_logits`: as many as both models should compute at once, at least one."""
+    if _chunk_size(llm, windows) > 1:
+        yield from batches(original, windows)  # one model's logits of a whole batch are in memory
+        return
+    count = min(_DECODED, *(fitting_texts(each, max(map(len, windows))) for each in (original, llm)))
+    for start in range(0, len(windows), count):
+        yield windows[start : start + count]
+
+
+def fitting_texts(llm: LLM, tokens: int) -> int:
+    """Return how many texts of this length the cache holds. If one model read more texts at once than the other, the
+    logits without a pair would fill the memory.
+    """
+    cache = llm.engine.runner.cache
+    if cache is None:  # transformers runs the model, one text at a time
+        return 1
+    return max(1, cache.num_pages // -(-(tokens + 1) // cache.page_size))
+
+
 def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
     """Return the logits after every token of each window, (T, V) float32 per window; the windows form one batch."""
     forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
@@ -199,10 +219,13 @@ def paired_logits(
         original, llm: the models.
         theirs, ours: windows of the original and of the model, each one batch; in pairs.
         counts: number of last positions of each pair whose logits are wanted.
-        chunk_size: number of tokens of a window that a step computes; None = as the model's cache requires.
+        chunk_size: number of tokens of a window that a step computes; None = as the model's cache requires. If that is
+            1, the original reads its windows in the same way, so that the logits of both models come row by row.
     Yields:
         Index of the windows, and the next rows of the original and of the model, (t, V) float32 each.
     """
+    if chunk_size is None and _chunk_size(llm, ours) == 1:
+        chunk_size = 1
     waiting: list[deque[Tensor]] = [deque() for _ in theirs]  # rows of the original for which the model has no pair yet
     references = _last_rows(original, theirs, counts, chunk_size)
     for index, value in _last_rows(llm, ours, counts, chunk_size):

@@ -14,8 +14,10 @@ from quantkit.evaluate.fidelity import (
     batches,
     distances,
     fidelity,
+    fitting_texts,
     fixed_windows,
     join_distances,
+    paired_batches,
     paired_logits,
     window_logits,
 )
@@ -139,6 +141,23 @@ def test_divergence_is_the_first_greedy_token_that_differs(llm, rounded):
 def test_windows_run_together_as_far_as_a_step_goes(llm):
     windows = ((1,) * 400,) * 5
     assert [len(group) for group in batches(llm, windows)] == [2, 2, 1]
+
+
+def test_windows_are_decoded_together_where_the_cache_is_quantized(llm, folder, monkeypatch):
+    """Each window has the distances that it has alone, and the weights are read once for all of them."""
+    cached = load_llm(str(folder), dtype="float32", device="cpu", threads=1, kv_cache="int4")
+    windows = fixed_windows(llm, TEXT, window=100, max_tokens=400)[:4]
+    assert [len(batch) for batch in paired_batches(llm, cached, windows * 5)] == [16, 4]
+    cache = cached.engine.runner.cache
+    assert [len(batch) for batch in paired_batches(llm, cached, (tuple(range(5, 90)) * 4,) * 3)] == [3]
+    assert fitting_texts(cached, cache.page_size * cache.num_pages) == 1
+    steps, step = [], cached.engine.step
+    monkeypatch.setattr(cached.engine, "step", lambda: steps.append(1) or step())
+    together = fidelity(cached, llm, windows, greedy_tokens=0)
+    assert 100 <= len(steps) <= 102
+    alone = [fidelity(cached, llm, (window,), greedy_tokens=0).mean_kl for window in windows]
+    assert together.window_kl == pytest.approx(alone, rel=1e-4)
+    assert min(alone) > 0
 
 
 def test_joined_positions_are_in_order():
