@@ -71,11 +71,11 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def _size(llm: LLM, original: LLM) -> float:
-    """Return the bytes per token in pages, divided by those of a cache in the model's dtype."""
-    ours, theirs = (
-        page_bytes(cache.layouts) / cache.page_size for cache in (llm.engine.runner.cache, original.engine.runner.cache)
-    )
-    return ours / theirs
+    """Return the bytes per token in pages of the layers that are quantized, divided by those in the model's dtype."""
+    ours, theirs = (each.engine.runner.cache for each in (llm, original))
+    layers = [index for index, layout in enumerate(ours.layouts) if layout.scheme.is_quantized]
+    sizes = (page_bytes([cache.layouts[index] for index in layers]) / cache.page_size for cache in (ours, theirs))
+    return next(sizes) / next(sizes)
 
 
 if __name__ == "__main__":

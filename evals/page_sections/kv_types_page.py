@@ -22,7 +22,7 @@ def table() -> str:
     known = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
     first = next(iter(known.values()))["rows"][0]["drift"]
     starts = (0, *first["ends"])
-    head = ["model", "cache", "size, of 16 bits", "KL, windows of 256"]
+    head = ["model", "cache", "size of quantized layers, of 16 bits", "KL, windows of 256"]
     head += [f"tokens {start + 1:,} to {end:,}" for start, end in zip(starts, first["ends"], strict=False)]
     lines = [table_line([*head, "drift per 1,000 tokens"]), "|---" * (len(head) + 1) + "|"]
     rows = [
@@ -39,9 +39,9 @@ def table() -> str:
     )
     growing = [f"{name} with `{row['type']}`" for name, row in rows if row["drift"]["slope_low"] > 0]
     grows = (
-        f"The whole interval of the slope is above 0 for {', '.join(growing)}."
+        f"KL grows along the texts with {', '.join(growing)}: the whole interval of the drift is above 0."
         if growing
-        else "In no row is the whole interval of the slope above 0."
+        else "In no row does the KL certainly grow along the texts: no whole interval of the drift is above 0."
     )
     note = f"Mean KL to the same model with a cache in its own dtype, nats. {grows} {said}."
     return "\n".join([*lines, "", note, ""])
@@ -52,4 +52,4 @@ def _cells(name: str, row: dict[str, Any], wide: int) -> list[str]:
     drift = row["drift"]
     between = f"{drift['slope']:.4f} ({drift['slope_low']:.4f} to {drift['slope_high']:.4f})"
     figures = [f"{kl:.2g}" for kl in (row["kl"], *drift["part_kl"])]
-    return [name, f"`{row['type']}`", f"1/{1 / row['size'] / wide:.2f}", *figures, between]
+    return [name, row["type"], f"1/{1 / row['size'] / wide:.2f}", *figures, between]

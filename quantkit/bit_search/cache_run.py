@@ -46,11 +46,12 @@ def search_cache(
         setup = set_up(model, replace(options, max_tokens=min(options.max_tokens, MAX_TOKENS)), progress)
         search = CacheSearch(setup, outputs.work.path, progress)
         chosen, base = search.find(target.kv_bits), options.recipe
+        kept = base.name if "weights" in base.source else "The model's own weights"
         recipe = recipe_with_cache(
             base,
             cache_section(chosen),
             name=outputs.recipe_name,
-            description=f"{base.name}, with types of each layer's keys and values from a search for {target.text}.",
+            description=f"{kept}, with types of each layer's keys and values from a search for {target.text}.",
             gates=list(base.gates),
             # `measured` is the KL of the whole recipe, which is unknown if weights are quantized too.
             measured=setup.measurement(chosen.measured_kl, search.held_out) if base.scheme.default is None else None,

@@ -24,7 +24,7 @@ from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
 from quantkit.errors import DataError, GateFailure, InputError, ModelError, SchemeError
-from quantkit.evaluate.fidelity import Distances, Windows, batches, distances, join_distances, window_logits
+from quantkit.evaluate.fidelity import Windows, batches, compare_windows, window_logits
 from quantkit.evaluate.sensitivity import few
 from quantkit.kernels.layouts import KVLayout
 from quantkit.models.config import NotNative
@@ -72,7 +72,7 @@ class CacheSearch:
     """
 
     def __init__(self, setup: Setup, work: Path, progress: Callable[[str], None]) -> None:
-        self._original, self._progress, self._count = setup.original, progress, 0
+        self._original, self._progress = setup.original, progress
         self._layers = _quantizable(self._original)
         if not self._layers:
             raise ModelError(
@@ -92,6 +92,7 @@ class CacheSearch:
         self._state = setup.open_state(work / "kv-cache.json", {}, progress, self.windows)
         self._keys = [key for key in _KEYS if self._fits(KVScheme(key=key))]
         self._values = [value for value in _VALUES if self._fits(KVScheme(value=value))]
+        self._count, self._total = 0, len(self._keys) + len(self._values) + 2 * len(self._layers) + _UNIFORM + 1
         self._elements = sum(2 * layout.num_heads * layout.head_dim for layout in self._layers.values())
 
     def find(self, bits: float) -> CacheChoice:
@@ -106,14 +107,16 @@ class CacheSearch:
         if least > bits * self._elements * (1 + 1e-12):
             least /= self._elements
             raise GateFailure(
-                f"kv_bits<={bits:g} cannot be reached: the smallest types take {least:.3f}; raise --kv-bits"
+                f"kv_bits<={bits:g} cannot be reached: the smallest types take {least:.3f} bits; raise --kv-bits"
             )
         self._text = _Text(self._original, self.windows)
         groups, budget = self._options(), bits * self._elements / 8
         solved = least_sensitivity(groups, budget)
         assert solved is not None, "the smallest types fit"
         uniform = self._uniform(groups, budget)
-        kls = {choice: self._kl(self._name(choice), self._types(choice)) for choice in (*uniform, solved)}
+        choices = dict.fromkeys((*uniform, solved))
+        self._total = self._count + len(choices)
+        kls = {choice: self._kl(self._name(choice), self._types(choice)) for choice in choices}
         choice = min(kls, key=lambda one: kls[one])
         types = self._types(choice)
         self._progress("measuring the chosen cache on other text")
@@ -194,11 +197,10 @@ class CacheSearch:
 
         def measure() -> float:
             what = name if ";" not in name else "types that differ by layer"
-            self._progress(f"{self._count} of {number}: KL of a cache with {what}")
+            self._progress(f"{self._count} of {self._total}: KL of a cache with {what}")
             return self._measure(self._text, types)
 
         self._count += 1
-        number = len(self._keys) + len(self._values) + 2 * len(self._layers) + _UNIFORM + 1
         return self._state.get(f"cache with {name}", measure)
 
     def _measure(self, text: "_Text", types: _Types) -> float:
@@ -214,13 +216,8 @@ class _Text:
         self._logits = [logits for group in batches(original, windows) for logits in window_logits(original, group)]
 
     def kl(self, llm: LLM) -> float:
-        """Return the mean KL of a model that reads all windows at once, one token per step."""
-        counts, compared = [0] * len(self.windows), list[Distances]()
-        for index, rows in llm.score_rows(self.windows, chunk_size=1):
-            start = counts[index]
-            counts[index] += len(rows)
-            compared.append(distances(self._logits[index][start : counts[index]], rows))
-        return join_distances(compared).mean
+        """Return the mean KL of a model, which reads one token of each window per step."""
+        return compare_windows(llm, self.windows, self._logits).mean
 
 
 def check_cache_search(model: str | None, options: SearchOptions) -> None:

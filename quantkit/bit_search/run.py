@@ -118,7 +118,7 @@ class _Search:
         self.cache = None
         if target.kv_bits is not None:
             self.cache = CacheSearch(setup, outputs.work.path, progress).find(target.kv_bits)
-            if target.kl is not None and self.cache.measured_kl >= target.kl:
+            if target.kl is not None and self.cache.measured_kl >= target.kl:  # before hours of work
                 raise GateFailure(
                     f"{target.text} cannot be reached: the KV cache alone has a KL of {self.cache.measured_kl:.5f}; "
                     "raise --kl or --kv-bits"
@@ -140,22 +140,36 @@ class _Search:
 
     def reach_target(self) -> SearchResult:
         """Choose, write, compress and measure; repeat with a smaller KL if the model missed the target."""
-        target, measured, progress = self.target, self.measured, self.runner.progress
+        target, measured = self.target, self.measured
         if target.bits is not None:
             return self.verify(self._choose(target.bits * measured.num_weights / 8))
         if target.num_bytes is not None:
             return self.verify(self._choose(self._budget(target.num_bytes)))
         judge = None if target.recovery is None else Judge(original=self.setup.original, goal=target.recovery)
         of_cache = self.cache.measured_kl if self.cache else 0.0
-        kl = target.kl - of_cache if target.kl is not None else judge.first_kl(*self._coarsest()) if judge else 0.0
+        kl = target.kl if target.kl is not None else judge.first_kl(*self._coarsest()) if judge else 0.0
+        goal = kl - of_cache  # of the weights
         for attempt in range(_TRIES):
-            result = self.verify(within_kl(measured, kl, progress=progress), judge)
+            result = self.verify(self._within_kl(kl, of_cache), judge)
             if result.reached or attempt == _TRIES - 1:
                 break
-            # Of the measured KL, only what exceeds the cache's own can shrink with the weights'.
-            of_weights = max(result.measured_kl - of_cache, kl)
-            kl = kl * 0.97 * kl / of_weights if judge is None else judge.next_kl(result)
+            # Of the measured KL, only what exceeds the cache's own shrinks with the weights'.
+            shrunk = (kl - of_cache) * 0.97 * goal / max(result.measured_kl - of_cache, goal)
+            kl = of_cache + shrunk if judge is None else judge.next_kl(result)
         return result
+
+    def _within_kl(self, kl: float, of_cache: float) -> Choice:
+        """Return the smallest choice for the weights with which the model and its cache have this KL.
+
+        Raises:
+            GateFailure: there is none.
+        """
+        if self.cache and kl <= of_cache:
+            raise GateFailure(
+                f"{self.target.text} cannot be reached: it takes a KL of about {kl:.5f}, and the KV cache alone has "
+                f"{of_cache:.5f}; raise --kv-bits, or lower the target for the weights"
+            )
+        return within_kl(self.measured, kl - of_cache, progress=self.runner.progress)
 
     def _budget(self, num_bytes: int) -> int:
         """Return how many of `num_bytes`, the size of a file, are left for the tensors whose types the search chooses.

@@ -17,13 +17,14 @@ from quantkit.compress.recipe import Recipe
 from quantkit.demo import GENERAL_TEXT
 from quantkit.errors import DataError, InputError
 from quantkit.evaluate.fidelity import Windows, fixed_windows
-from quantkit.evaluate.loading import load_llm
+from quantkit.evaluate.loading import UNQUANTIZED, load_llm
 from quantkit.evaluate.sensitivity import few
 from quantkit.evaluate.tasks import read_named_text, speaks_demo
 from quantkit.quantities import dtype_name
 from quantkit.runtime.llm import LLM
 
 REFERENCE_BYTES = 2 << 30  # limit for the size of the original's reference logits
+_SHORT = 64  # tokens; windows as short would say little, and nothing about a cache with pages of 64 tokens
 _CHOSEN = ("name", "weights", "overrides", "embedding", "kv_cache")  # fields of a recipe that a search sets
 
 
@@ -105,9 +106,17 @@ def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], 
     engine: dict[str, Any] = {"dtype": "float32", "device": options.device, **options.engine}
     progress("loading the original")
     original = load_llm(str(folder), **engine)
+    if original.kv_type not in UNQUANTIZED:  # the source's own settings, which recipes replace
+        plain = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype_name(original.model.dtype)]
+        del original
+        original = load_llm(str(folder), **engine, kv_cache=plain)
     data, text_sha256, windows, notes = _windows(original, options)
     # Neighbouring windows have similar content, so both halves are alike and share no token.
     used = few(windows[::2], original.model.vocab_size, options.max_tokens, REFERENCE_BYTES)
+    held_out = windows[1::2][: len(used)]
+    if max(map(len, held_out), default=0) <= _SHORT:
+        held_out = used
+        notes = (*notes, "The text is too short to hold tokens out: the result is measured on those of the choice.")
     return Setup(
         original=original,
         engine=engine,
@@ -115,7 +124,7 @@ def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], 
         data=data,
         text_sha256=text_sha256,
         windows=used,
-        held_out=windows[1::2][: len(used)] or used,  # a text with a single window leaves none to hold out
+        held_out=held_out,
         notes=notes,
     )
 

@@ -173,7 +173,7 @@ def score_traces(
     # The last token is scored but not fed.
     theirs = tuple((*trace.question.ids, *trace.token_ids)[:-1] for trace in traces)
     ours = tuple((*prompts[trace.question.number], *trace.token_ids)[:-1] for trace in traces)
-    groups = list(paired_batches(original, llm, theirs))
+    groups = list(paired_batches(original, llm, theirs, ours))
     ends = list(accumulate(map(len, groups)))
     meter = None if say is None else Meter(say, "groups of answers", list(map(len, groups)))
 

@@ -116,7 +116,7 @@ def fidelity(
     """
     check_vocabulary(llm, original)
 
-    groups = list(paired_batches(original, llm, windows))
+    groups = list(paired_batches(original, llm, windows, windows))
     meter = None if say is None else Meter(say, "groups of windows", [len(group) for group in groups])
 
     def compare(number: int) -> list[Distances]:
@@ -178,14 +178,21 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
         yield windows[start : start + count]
 
 
-def paired_batches(original: LLM, llm: LLM, windows: Windows) -> Iterator[Windows]:
-    """Yield batches of windows for `paired_logits`: as many as both models should compute at once, at least one."""
-    if _chunk_size(llm, windows) > 1:
-        yield from batches(original, windows)  # one model's logits of a whole batch are in memory
+def paired_batches(original: LLM, llm: LLM, theirs: Windows, ours: Windows) -> Iterator[Windows]:
+    """Yield batches of the original's windows for `paired_logits`: as many as both models should compute at once, at
+    least one.
+
+    Args:
+        original, llm: the models.
+        theirs, ours: windows of the original and of the model, in pairs.
+    """
+    if _chunk_size(llm, ours) > 1:
+        yield from batches(original, theirs)  # one model's logits of a whole batch are in memory
         return
-    count = min(_DECODED, *(fitting_texts(each, max(map(len, windows))) for each in (original, llm)))
-    for start in range(0, len(windows), count):
-        yield windows[start : start + count]
+    longest = max(map(len, (*theirs, *ours)), default=1)
+    count = min(_DECODED, *(fitting_texts(each, longest) for each in (original, llm)))
+    for start in range(0, len(theirs), count):
+        yield theirs[start : start + count]
 
 
 def fitting_texts(llm: LLM, tokens: int) -> int:
@@ -263,6 +270,26 @@ def _chunk_size(llm: LLM, windows: Windows) -> int:
     values unquantized, which would hide the error of the cache.
     """
     return min(max(map(len, windows)), llm.engine.config.token_budget) if llm.kv_type in UNQUANTIZED else 1
+
+
+def compare_windows(llm: LLM, windows: Windows, reference: Sequence[Tensor]) -> Distances:
+    """Return the distances of a model with a quantized cache from known logits; up to 16 windows are decoded at once.
+
+    Args:
+        llm: the model.
+        windows: windows of token ids.
+        reference: logits of the original after every token of each window, (T, V) each.
+    """
+    forget(llm)
+    compared: list[list[Distances]] = [[] for _ in windows]
+    for start in range(0, len(windows), _DECODED):
+        counts = [0] * len(windows)
+        for index, rows in llm.score_rows(windows[start : start + _DECODED], chunk_size=1):
+            number = start + index
+            first = counts[number]
+            counts[number] += len(rows)
+            compared[number].append(distances(reference[number][first : counts[number]], rows))
+    return join_distances([each for parts in compared for each in parts])
 
 
 @torch.inference_mode()

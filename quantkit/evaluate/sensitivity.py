@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +24,13 @@ from quantkit.evaluate.fidelity import (
     Windows,
     batches,
     check_vocabulary,
+    compare_windows,
     distances,
     join_distances,
     window_logits,
 )
 from quantkit.evaluate.group_swaps import FusedGroup, find_fused_groups, swapped
+from quantkit.evaluate.loading import UNQUANTIZED
 from quantkit.quantities import elapsed
 from quantkit.results import GateResult, Report, SensitivityMap, SensitivityProposal, SensitivityRecord
 from quantkit.results.gates import METRICS
@@ -290,6 +292,9 @@ class Probe:
 
     def compare(self, llm: LLM) -> Distances:
         """Measure the distances of a model, which may be the original in its current state, from the stored logits."""
+        if llm.kv_type not in UNQUANTIZED:
+            reference = list(chain.from_iterable(self._reference))
+            return compare_windows(llm, tuple(chain.from_iterable(self._groups)), reference)
         return join_distances(
             [
                 distances(p, q)

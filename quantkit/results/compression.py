@@ -258,7 +258,7 @@ def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
     for layer, text in zip(layers, texts, strict=True):
         if text != usual:
             others.setdefault(text, []).append(str(layer.index))
-    different = [f"layers {', '.join(numbers)}: {text}" for text, numbers in others.items()]
+    different = [f"layer{'s' * (len(of) > 1)} {', '.join(of)}: {text}" for text, of in others.items()]
     return "; ".join([usual, *different])
 
 

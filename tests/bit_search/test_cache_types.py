@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.bit_search import cache_types, sensitivities
+from quantkit.bit_search import cache_types, run, sensitivities
 from quantkit.bit_search.cache_run import search_cache
 from quantkit.bit_search.cache_types import cache_section
 from quantkit.bit_search.options import SearchOptions, SearchTarget
@@ -94,6 +94,24 @@ def test_a_second_search_measures_only_the_new_choice(searched, model, options, 
     assert again.kv_cache.search_kl < found.kv_cache.search_kl
     assert len(measured) <= 4  # the choice, two caches of one type, and the choice on other text
     assert CacheSearchResult.from_dict(json.loads(json.dumps(again.to_dict()))) == again
+
+
+def test_the_cache_of_the_source_is_not_its_own_reference(searched, made, model, options, tmp_path):
+    """`made` has the model's weights, and a cache of few bits of its own."""
+    of = {
+        name: search_cache(str(path), SearchTarget(kv_bits=8.6), options(tmp_path / f"{name}.yaml"))
+        for name, path in (("dense", model), ("made", searched[1] / "made"))
+    }
+    assert {layer.keys for layer in of["made"].kv_cache.layers} == {"int8"}
+    assert of["made"].kv_cache.search_kl == pytest.approx(of["dense"].kv_cache.search_kl, rel=1e-4)
+
+
+def test_a_short_text_is_measured_twice_with_a_note(model, options, tmp_path):
+    (tmp_path / "short.txt").write_text(TEXT[:290])
+    asked = options(tmp_path / "x.yaml", text=str(tmp_path / "short.txt"))
+    found = search_cache(str(model), SearchTarget(kv_bits=BITS), asked)
+    assert found.kv_cache.measured_kl == pytest.approx(found.kv_cache.search_kl)
+    assert "too short to hold tokens out" in found.notes[-1]
 
 
 def test_the_model_is_as_before(model, options, tmp_path, monkeypatch):
@@ -208,6 +226,11 @@ def test_the_kl_of_the_cache_counts_in_a_target_of_kl(model, text_file, tmp_path
     found = search_recipe(str(model), SearchTarget(kl=0.1, kv_bits=BITS), options)
     assert (found.reached, load(str(tmp_path / "both.yaml")).gates) == (True, ("kl<=0.1",))
     assert found.kv_cache.measured_kl < found.measured_kl <= 0.1
+    # A recovery for which even the cache alone loses too much is given up before anything is compressed again.
+    monkeypatch.setattr(run.Judge, "first_kl", lambda self, *coarse: 1e-6)
+    again = dataclasses.replace(options, output=tmp_path / "again.yaml")
+    with pytest.raises(GateFailure, match=r"it takes a KL of about 0.00000, and the KV cache alone has 0\.\d+; raise"):
+        search_recipe(str(model), SearchTarget(recovery=99.9, kv_bits=BITS), again)
 
 
 def test_what_cannot_be_searched_is_refused(model, options, tmp_path, monkeypatch):
@@ -217,7 +240,9 @@ def test_what_cannot_be_searched_is_refused(model, options, tmp_path, monkeypatc
     def search(path=model, bits=4.0, **changes):
         return search_cache(str(path), SearchTarget(kv_bits=bits), options(tmp_path / "x.yaml", **changes))
 
-    with pytest.raises(GateFailure, match=r"kv_bits<=1 cannot be reached: the smallest types take [23]\.\d+; raise"):
+    with pytest.raises(
+        GateFailure, match=r"kv_bits<=1 cannot be reached: the smallest types take [23]\.\d+ bits; raise"
+    ):
         search(bits=1.0, max_tokens=80)
     (tmp_path / "short.txt").write_text(" ".join(TEXT.split()[:8]))
     with pytest.raises(DataError, match=r"longest window has \d+ tokens, but the cache is quantized in pages of 64"):
