@@ -229,7 +229,9 @@ def test_the_summary_says_which_layers_differ(made):
     assert describe_caches(records) == "keys int4 per channel, values int4 per token"
     layers[1]["kv_cache"]["scheme"]["keys"] = None
     records = [LayerRecord.from_dict(layer) for layer in [*layers, layers[0]]]
-    assert describe_caches(records).endswith("; layers 1: keys unquantized, values int4 per token")
+    assert describe_caches(records).endswith("; layer 1: keys unquantized, values int4 per token")
+    records = [LayerRecord.from_dict(layer) for layer in [*layers, {**layers[1], "index": 2}, *[layers[0]] * 3]]
+    assert "; layers 1, 2: keys unquantized" in describe_caches(records)
     assert describe_caches([]) is None
 
 
