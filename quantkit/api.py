@@ -155,8 +155,8 @@ def search(
             gguf-q4_k without the overrides and gates of that recipe; with `kv_bits` alone, one that keeps the weights.
         output: recipe file to write; None = `./<model>-<target>.yaml`.
         format: on-disk format, such as gguf; None = the recipe's format.
-        bits: target: maximum stored bits per weight. Give at most one of the first four
-            targets, and at least one target.
+        bits: target: maximum stored bits per weight. Give at most one of the first four targets, and at least one of
+            all.
         num_bytes: target: maximum bytes of the whole checkpoint or file.
         kl: target: maximum mean KL to the original.
         recovery: target: minimum recovery, which is the task scores in per cent of the original's.

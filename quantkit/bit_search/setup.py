@@ -34,7 +34,7 @@ class Setup:
 
     Args:
         original: the loaded original.
-        engine: keyword arguments of `LLM` with which it was loaded.
+        engine: keyword arguments of `LLM` for further models; `open_state` sets the number of threads.
         source: digests of the model's files.
         data, text_sha256: name and digest of the text.
         windows: windows on which the search measures.

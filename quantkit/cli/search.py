@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from quantkit.results import CacheChoice, CacheSearchResult, SearchResult
 
 
+_START = (
+    "Recipe to start from.  [default: gptq-int4; gguf-q4_k for gguf; one that keeps the weights for --kv-bits alone]"
+)
+
+
 @click.command("search", cls=Command, short_help="Find the best number of bits for each part of a model.")
 @click.argument("model", required=False)
 @option_group("target", settings_of(SearchTarget))
-@click.option("--recipe", metavar="NAME|FILE", help="Recipe to start from.  [default: gptq-int4; gguf-q4_k for gguf]")
+@click.option("--recipe", metavar="NAME|FILE", help=_START)
 @click.option("--format", "format_", metavar="NAME", help="On-disk format.  [default: the recipe's]")
 @set_option
 @option_group("how", {**settings_of(SearchOptions), **RUN})

@@ -179,18 +179,20 @@ def test_the_section_groups_layers_of_the_same_types():
     assert "layers" not in cache_section(same)
 
 
-def test_beside_weights(model, text_file, tmp_path):
-    options = SearchOptions(
-        recipe=load("rtn-int4", ["weights.group_size=32"]),
-        output=tmp_path / "both.yaml",
-        candidates=("int4:32", "int8:32"),
-        text=str(text_file),
-        max_tokens=300,
-        rounds=0,
-        device="cpu",
-        engine=ENGINE,
-        checkpoint=tmp_path / "made",
-    )
+@pytest.fixture
+def with_weights(text_file, tmp_path):
+    """Options of a search for weights and a cache."""
+
+    def build(**changes):
+        given = {"output": tmp_path / "both.yaml", "text": str(text_file), "device": "cpu", "engine": ENGINE, **changes}
+        recipe = load("rtn-int4", ["weights.group_size=32"])
+        return SearchOptions(recipe=recipe, candidates=("int4:32", "int8:32"), **given)
+
+    return build
+
+
+def test_beside_weights(model, with_weights, tmp_path):
+    options = with_weights(max_tokens=300, rounds=0, checkpoint=tmp_path / "made")
     found = search_recipe(str(model), SearchTarget(bits=6.0, kv_bits=BITS), options)
     assert found.kv_cache.bits <= BITS
     recipe = load(str(tmp_path / "both.yaml"))
@@ -206,17 +208,8 @@ def test_beside_weights(model, text_file, tmp_path):
     assert found.expected_kl == pytest.approx(found.measured_kl, rel=0.05)  # rounding alone needs no calibration
 
 
-def test_the_kl_of_the_cache_counts_in_a_target_of_kl(model, text_file, tmp_path, monkeypatch):
-    options = SearchOptions(
-        recipe=load("rtn-int4", ["weights.group_size=32"]),
-        output=tmp_path / "both.yaml",
-        candidates=("int4:32", "int8:32"),
-        text=str(text_file),
-        max_tokens=80,
-        device="cpu",
-        engine=ENGINE,
-        work=tmp_path / "work",
-    )
+def test_the_kl_of_the_cache_counts_in_a_target_of_kl(model, with_weights, tmp_path, monkeypatch):
+    options = with_weights(max_tokens=80, work=tmp_path / "work")
     compressed = []
     original = sensitivities.quantize_together
     monkeypatch.setattr(sensitivities, "quantize_together", lambda *a, **k: compressed.append(a) or original(*a, **k))

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.cli import main
+from quantkit.planning import estimate
 from tests.planning.shapes import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -187,3 +188,20 @@ def test_it_answers_at_once_and_never_sees_torch():
         libraries.append(_run("import click, rich.console, yaml")[1])
     assert "7,000,000,000" in done.stdout
     assert min(plan) < 6 * min(libraries)  # importing torch alone is 15 times as much
+
+
+def test_the_memory_of_a_compression_is_that_of_the_process(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "quantize",
+        "--recipe",
+        "rtn-int4",
+        "-o",
+        str(tmp_path / "out"),
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    planned = sum(estimate(recipe="rtn-int4").compression.values())
+    assert planned == pytest.approx(json.loads(done.stdout)["peak_bytes"], rel=0.25)

@@ -32,7 +32,6 @@ from quantkit.quantities import (
     parse_rate,
     parse_tokens,
 )
-from quantkit.results import CompressionResult
 from tests.planning.shapes import MODELS, shape_of
 
 GIB = 2**30
@@ -385,20 +384,3 @@ def test_remarks_say_what_a_device_lacks_and_what_windows_assume(tmp_path):
     assert any("without vision and audio towers" in text for text in plan.remarks)
     assert not estimate(recipe="fp8-dynamic", device=find_device("h100")).remarks
     assert to_document(plan)["remarks"] == list(plan.remarks)
-
-
-def test_the_memory_of_a_compression_is_that_of_the_process(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "quantize",
-        "--recipe",
-        "rtn-int4",
-        "-o",
-        str(tmp_path / "out"),
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    observed = CompressionResult.from_dict(json.loads(done.stdout)).peak_bytes
-    assert sum(estimate(recipe="rtn-int4").compression.values()) == pytest.approx(observed, rel=0.25)
