@@ -32,7 +32,7 @@ def readme_sentence() -> str:
     return (
         f"Speed in 4 bits for one request, as a multiple of {PEER}'s ([tables](docs/performance.md#speed-on-a-cpu)).\n"
         f"SmolLM2-135M on a CPU with AMX, beside a build for AVX-512: {wide}.\n"
-        f"Qwen2.5-Coder-0.5B on a CPU with AVX2 alone, where quantkit's kernels are behind: {narrow}."
+        f"Qwen2.5-Coder-0.5B on a CPU with AVX2 alone: {narrow}."
     )
 
 

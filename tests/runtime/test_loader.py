@@ -14,6 +14,7 @@ from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, InputError, ModelError, ResourceError
 from quantkit.formats import compressed_tensors
 from quantkit.kernels import cpu
+from quantkit.kernels.cpu.linear import NativeLinear
 from quantkit.machine.system import peak_bytes
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4
@@ -206,6 +207,19 @@ def test_dtypes_on_this_processor(tmp_path):
         assert load_model(folder).notes == notes
         edit_config(folder, torch_dtype="float32")
         assert pick_dtype("auto", CheckpointReader(folder), cpu) == (torch.float32, ())
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "rounds"),
+    [(torch.bfloat16, "auto", True), (torch.bfloat16, "fp32", False), (torch.float32, "auto", False)],
+)
+def test_inputs_are_rounded_only_where_float32_stands_in(tmp_path, monkeypatch, stored, asked, rounds):
+    monkeypatch.setattr("quantkit.runtime.model.loader.fast_cpu_dtype", lambda: torch.float32)
+    head = load_model(make_loud_model(tmp_path / "model", "llama", dtype=stored), dtype=asked, head_dtype="int8").head
+    if not isinstance(head, NativeLinear):
+        pytest.skip("no C kernels")
+    assert head.dtype == torch.float32
+    assert (head.activation != 0) == rounds
 
 
 @pytest.fixture

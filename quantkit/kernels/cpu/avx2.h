@@ -35,6 +35,10 @@ QK_TWO(min_ps, __m512, _mm256_min_ps)
 QK_TWO(and_si512, __m512i, _mm256_and_si256)
 QK_TWO(or_si512, __m512i, _mm256_or_si256)
 QK_TWO(add_epi32, __m512i, _mm256_add_epi32)
+QK_TWO(madd_epi16, __m512i, _mm256_madd_epi16)
+QK_SHIFT(slli_epi16, _mm256_slli_epi16)
+QK_SHIFT(srli_epi16, _mm256_srli_epi16)
+QK_SHIFT(srai_epi16, _mm256_srai_epi16)
 QK_TWO(sub_epi32, __m512i, _mm256_sub_epi32)
 QK_TWO(mullo_epi32, __m512i, _mm256_mullo_epi32)
 QK_TWO(max_epi32, __m512i, _mm256_max_epi32)
@@ -53,6 +57,12 @@ QK_ONE(round_ps, __m512, __m512, QK_NEAREST)
 
 /* Keep a vector in registers: GCC would load floats again for every use. */
 #define QK_KEEP(v) __asm__("" : "+x"((v).low), "+x"((v).high))
+/* sum += v, for 32-bit integers: GCC would move sums between registers, or to memory. */
+#define QK_ADD_TO(sum, v) do { \
+        __m512i added = v; \
+        __asm__("vpaddd %1, %0, %0" : "+x"((sum).low) : "x"(added.low)); \
+        __asm__("vpaddd %1, %0, %0" : "+x"((sum).high) : "x"(added.high)); \
+    } while (0)
 
 /* ---- memory ---- */
 

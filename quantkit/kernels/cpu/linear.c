@@ -26,6 +26,7 @@ typedef struct {
     const float *row_scale, *sums;  /* by token; by token and run; NULL: not needed */
     int64_t tokens, pairs, stride, groups;
     int64_t width, run, runs_per_group, runs; /* pairs in a group; pairs in a run, scaled as one sum */
+    const float *units;    /* by token and run: value of 1 in int16 inputs; NULL: inputs are floats or bf16 */
     int x_is_bf16;
     int64_t step;          /* pairs that tiles multiply at once; 0: no tiles */
     const uint8_t *packed; /* inputs packed for tiles; NULL: not packed */
@@ -40,17 +41,20 @@ static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t r
     if (factors->dense) return;
     int64_t index = (panel * job->groups + group) * QK_PANEL;
     for (int b = 0; b < 4; b++) factors->scale[b] = qk_load_scale(linear, index + 16 * b);
-    if (!job->sums) return;
-    for (int b = 0; b < 4; b++) {
-        __m128i zero = _mm_setzero_si128();
-        if (linear->zero && !linear->zero_is_float)
-            zero = _mm_loadu_si128((const __m128i *)((const int8_t *)linear->zero + index + 16 * b));
-        factors->zero[b] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(zero));
-        if (linear->zero_is_float) factors->zero[b] = _mm512_loadu_ps((const float *)linear->zero + index + 16 * b);
-        if (linear->storage == QK_H8) factors->zero[b] = _mm512_add_ps(factors->zero[b], _mm512_set1_ps(0.5f));
-    }
-    factors->inputs = job->sums + token * job->runs + run;
     factors->stride = job->runs;
+    if (job->units) factors->units = job->units + token * job->runs + run;
+    if (!job->sums) return;
+    factors->inputs = job->sums + token * job->runs + run;
+    __m512 offset = _mm512_set1_ps(linear->storage == QK_H8 ? 0.5f : linear->storage == QK_W4 && job->units ? 8 : 0);
+    for (int b = 0; b < 4; b++) {
+        factors->zero[b] = offset;
+        if (!linear->zero) continue;
+        const int8_t *codes = (const int8_t *)linear->zero + index + 16 * b;
+        __m512 zero = linear->zero_is_float
+                          ? _mm512_loadu_ps((const float *)linear->zero + index + 16 * b)
+                          : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+        factors->zero[b] = _mm512_add_ps(zero, offset);
+    }
 }
 
 /* Dequantize `pairs` pairs of a panel; the result has storage QK_BF16 or QK_F32. */
@@ -127,21 +131,24 @@ static void multiply(const Job *job, int64_t panel, int storage, const uint8_t *
     Segment *const *segments = SEGMENTS_F32[storage];
 #if QK_AVX512
     if (job->x_is_bf16) segments = SEGMENTS_BF16[storage];
+#elif QK_INT16
+    if (job->units) segments = SEGMENTS_I16[storage];
 #endif
-    int64_t blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS;
-    int element = job->x_is_bf16 ? 2 : 4;
+    int64_t blocks = (tokens + MAX_TOKENS - 1) / MAX_TOKENS, base = tokens / blocks, larger = tokens % blocks;
+    int64_t group = start / job->width, run = (start - group * job->width) / job->run;
+    int element = job->x_is_bf16 || job->units ? 2 : 4;
     for (int64_t p = start, stop; p < end; p = stop) {
-        int64_t group = p / job->width, run = (p - group * job->width) / job->run;
         stop = qk_min(end, qk_min(group * job->width + (run + 1) * job->run, (group + 1) * job->width));
-        for (int64_t i = 0; i < blocks; i++) {
-            QkRange range = qk_share(tokens, (int)i, (int)blocks);
-            int64_t first = token + range.first;
-            Factors factors = {.read_ahead = i == 0 && blocks > 1};
-            load_factors(job, panel, group, group * job->runs_per_group + run, first, &factors);
-            const uint8_t *x = (const uint8_t *)job->x + (first * job->stride + 2 * p) * element;
-            segments[range.last - range.first - 1](w + (p - start) * PAIR_BYTES[storage], x, job->stride, stop - p,
-                                                   &factors, main + range.first * QK_PANEL);
+        for (int64_t i = 0, first = 0, count; i < blocks; i++, first += count) {
+            Factors factors;
+            factors.read_ahead = i == 0 && blocks > 1;
+            load_factors(job, panel, group, group * job->runs_per_group + run, token + first, &factors);
+            const uint8_t *x = (const uint8_t *)job->x + ((token + first) * job->stride + 2 * p) * element;
+            count = base + (i < larger);
+            segments[count - 1](w + (p - start) * PAIR_BYTES[storage], x, job->stride, stop - p, &factors,
+                                main + first * QK_PANEL);
         }
+        if (++run == job->runs_per_group) run = 0, group++;
     }
 }
 
@@ -267,6 +274,11 @@ QK_INLINE __m512 load_some_bf16(const uint16_t *p, __mmask16 mask) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
 }
 
+QK_INLINE QkRange inputs_of_run(const Job *job, int64_t r) {
+    int64_t group = r / job->runs_per_group, first = group * job->width + r % job->runs_per_group * job->run;
+    return (QkRange){2 * first, 2 * qk_min(first + job->run, (group + 1) * job->width)};
+}
+
 /* Sum the inputs of each run, for the zero points. */
 static int sum_inputs(Job *job) {
     float *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, (size_t)(job->tokens * job->runs) * sizeof(float));
@@ -274,9 +286,8 @@ static int sum_inputs(Job *job) {
     job->sums = sums;
     for (int64_t m = 0; m < job->tokens; m++)
         for (int64_t r = 0; r < job->runs; r++) {
-            int64_t group = r / job->runs_per_group, from = group * job->width + r % job->runs_per_group * job->run;
-            int64_t count = 2 * (qk_min(from + job->run, (group + 1) * job->width) - from);
-            int64_t at = m * job->stride + 2 * from;
+            QkRange inputs = inputs_of_run(job, r);
+            int64_t count = inputs.last - inputs.first, at = m * job->stride + inputs.first;
             __m512 sum = _mm512_setzero_ps();
             for (int64_t i = 0; i < count; i += 16) {
                 __mmask16 mask = count - i >= 16 ? 0xffff : (__mmask16)((1u << (count - i)) - 1);
@@ -299,13 +310,34 @@ static int widen_inputs(Job *job) {
     return 0;
 }
 
+#if QK_INT16
+/* Round the inputs to int16, and sum them, for each run. step: value of code 1; 0: it is chosen for each run. */
+static int round_inputs(Job *job, float step) {
+    size_t count = (size_t)(job->tokens * job->runs);
+    int16_t *codes = qk_scratch(QK_SLOT_LINEAR_INT16, (size_t)(job->tokens * job->stride) * sizeof(int16_t));
+    float *units = qk_scratch(QK_SLOT_LINEAR_UNITS, count * sizeof(float));
+    float *sums = qk_scratch(QK_SLOT_LINEAR_SUMS, count * sizeof(float));
+    if (!codes || !units || !sums) return 1;
+    for (int64_t m = 0; m < job->tokens; m++)
+        for (int64_t r = 0; r < job->runs; r++) {
+            QkRange inputs = inputs_of_run(job, r);
+            int64_t at = m * job->stride + inputs.first, i = m * job->runs + r;
+            units[i] = round_run((const float *)job->x + at, inputs.last - inputs.first, step, codes + at, sums + i);
+            sums[i] *= units[i];
+        }
+    job->x = codes, job->units = units;
+    if (job->linear->zero || job->linear->storage == QK_W4) job->sums = sums;
+    return 0;
+}
+#endif
+
 /* Prepare the inputs for the loops: quantized if requested, and padded to an even number per token. */
 static int prepare(Job *job) {
     const QkLinear *linear = job->linear;
     const void *x = job->product->x;
     int is_bf16 = job->product->is_bf16, activation = job->product->activation;
     int64_t k = linear->k, padded = job->pairs * 2;
-    if (activation != QK_AS_IT_IS) {
+    if (activation == QK_TO_INT8 || activation == QK_TO_FP8) {
         uint16_t *codes = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(job->tokens * padded) * 2);
         float *scales = qk_scratch(QK_SLOT_LINEAR_SCALES, (size_t)job->tokens * sizeof(float));
         if (!codes || !scales) return 1;
@@ -324,6 +356,11 @@ static int prepare(Job *job) {
         job->x = copy;
     }
     if (job->x_is_bf16 && !QK_AVX512 && widen_inputs(job)) return 1;
+#if QK_INT16
+    int whole = activation == QK_TO_INT8; /* and so exact in int16 */
+    if ((whole || activation == QK_TO_INT16) && (linear->storage == QK_W4 || linear->storage == QK_W8))
+        return round_inputs(job, whole);
+#endif
     return linear->zero || linear->storage == QK_H8 ? sum_inputs(job) : 0;
 }
 

@@ -24,6 +24,7 @@ _UNITS = ((2, 256), (2, 512), (2, 64), (2, 128), (2, 128), (2, 256), (2, 128), (
 _DENSE = {torch.bfloat16: _BF16, torch.float16: _F16, torch.float32: _F32}
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
+_AS_IT_IS, _TO_INT16 = 0, 3
 # Up to this many inputs, sums of products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
 
@@ -50,9 +51,10 @@ class NativeLinear(Linear):
         scale: (P, G, 64) float32, bf16 or fp16, or None.
         zero: (P, G, 64) int8 or float32, or None.
         activation: how inputs are quantized.
+        rounds_inputs: see `LinearSettings`.
     Attributes:
         address: address of the `QkLinear`, which `program` passes to C.
-        activation: how inputs are quantized, as a number of linear.h.
+        activation: number type to which inputs are rounded, as a number of linear.h.
         is_int8: whether `qk_linear_int8` multiplies.
         is_dense: whether the weight is unquantized.
         dtype: float32 or bfloat16.
@@ -69,6 +71,7 @@ class NativeLinear(Linear):
         scale: Tensor | None = None,
         zero: Tensor | None = None,
         activation: ActivationScheme | None = None,
+        rounds_inputs: bool = False,
     ) -> None:
         outputs, width = weight.shape
         codes = _lay_out(storage, weight)
@@ -87,7 +90,8 @@ class NativeLinear(Linear):
         self._descriptor = _Descriptor(*addresses, outputs, width, group, storage, *kinds)
         self.address = ctypes.addressof(self._descriptor)
         self._kind = int(self.dtype == torch.bfloat16)
-        self.activation = 0 if activation is None else _ACTIVATIONS[activation.dtype.name]
+        unquantized = _TO_INT16 if rounds_inputs and self.dtype == torch.float32 else _AS_IT_IS
+        self.activation = unquantized if activation is None else _ACTIVATIONS[activation.dtype.name]
         self.is_int8, self.is_dense = storage == _U8, storage in _DENSE.values()
         name = "qk_linear_int8" if self.is_int8 else "qk_linear"
         self._multiply = cpu.function(name, *[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3, returns=ctypes.c_int)
@@ -156,6 +160,7 @@ def linear_of(source: LinearSource) -> NativeLinear | None:
         scale=_by_panel(weight.scale if weight.scale.dtype in _SCALES else weight.scale.float()),
         zero=None if weight.zero_point is None else _by_panel(weight.zero_point),
         activation=activation,
+        rounds_inputs=source.rounds_inputs,
     )
 
 

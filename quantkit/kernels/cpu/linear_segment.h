@@ -14,7 +14,8 @@ static const int64_t PAIR_BYTES[] = {[QK_BF16] = 256, [QK_F32] = 512, [QK_W4] = 
 typedef struct {
     __m512 scale[4], zero[4];
     const float *inputs; /* sums of the inputs of each token; NULL: no zero points */
-    int64_t stride;      /* between tokens in `inputs` */
+    const float *units;  /* value of 1 in the int16 inputs of each token */
+    int64_t stride;      /* between tokens in `inputs` and `units` */
     int dense;           /* no scales: main += sum */
     int read_ahead;      /* prefetch the next run, while this run is used for several blocks of tokens */
 } Factors;
@@ -85,6 +86,14 @@ DEFINE_ALL(f32, float, QK_FP8)
 
 static Segment *const SEGMENTS_F32[QK_U8][MAX_TOKENS] = {ROW(f32, QK_F32), ROW(f32, QK_F16), ROW(f32, QK_BF16),
                                                           ROW(f32, QK_W4), ROW(f32, QK_W8), ROW(f32, QK_FP8)};
+
+#if QK_INT16
+#include "linear_int16.h"
+DEFINE_ALL(i16, int16_t, QK_W4)
+DEFINE_ALL(i16, int16_t, QK_W8)
+
+static Segment *const SEGMENTS_I16[QK_U8][MAX_TOKENS] = {ROW(i16, QK_W4), ROW(i16, QK_W8)};
+#endif
 
 #if QK_AVX512
 DEFINE_ALL(bf16, uint16_t, QK_BF16)

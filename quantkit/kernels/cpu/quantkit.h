@@ -26,8 +26,9 @@
 
 /* Return memory of the calling thread: 64-byte aligned, at least `bytes` long, with undefined contents. Slots are
    independent. A later call with the same slot may move the memory. Returns NULL if out of memory. */
-enum { QK_SLOT_LINEAR_INPUT, QK_SLOT_LINEAR_FLOATS, QK_SLOT_LINEAR_SCALES, QK_SLOT_LINEAR_SUMS, QK_SLOT_LINEAR_PANEL,
-       QK_SLOT_LINEAR_TILES, QK_SLOT_ATTENTION_A, QK_SLOT_ATTENTION_B, QK_NUM_SLOTS };
+enum { QK_SLOT_LINEAR_INPUT, QK_SLOT_LINEAR_FLOATS, QK_SLOT_LINEAR_SCALES, QK_SLOT_LINEAR_INT16, QK_SLOT_LINEAR_UNITS,
+       QK_SLOT_LINEAR_SUMS, QK_SLOT_LINEAR_PANEL, QK_SLOT_LINEAR_TILES, QK_SLOT_ATTENTION_A, QK_SLOT_ATTENTION_B,
+       QK_NUM_SLOTS };
 void *qk_scratch(int slot, size_t bytes);
 
 QK_INLINE int64_t qk_min(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -31,6 +31,7 @@ def build_linear(
     activation: ActivationScheme | None = None,
     dtype: torch.dtype,
     device: torch.device,
+    rounds_inputs: bool = False,
 ) -> Linear:
     """Convert a weight to the layout of the fastest kernel on this machine.
 
@@ -41,10 +42,14 @@ def build_linear(
             inputs are not quantized.
         dtype: dtype of the computation; sums are in float32, and integer products are exact.
         device: target device.
+        rounds_inputs: see `LinearSettings`.
     """
     if isinstance(weight, Tensor):
         return _dense(weight, "dense", LinearSettings(bias=bias, activation=activation, dtype=dtype, device=device))
-    return _quantized(LinearSource(weight=weight, bias=bias, activation=activation, dtype=dtype, device=device))
+    source = LinearSource(
+        weight=weight, bias=bias, activation=activation, dtype=dtype, device=device, rounds_inputs=rounds_inputs
+    )
+    return _quantized(source)
 
 
 def _quantized(source: LinearSource) -> Linear:

@@ -193,6 +193,7 @@ def load_native(
     weights = Weights(
         reader=reader, config=config, format=format_, scheme=scheme, dtype=chosen, device=device, adapters=loaded
     )
+    weights.rounds_inputs = dtype == "auto" and chosen != _stored_dtype(reader)
     table, parts = build_parts(weights)
     loaded.check_applied()
     parts["embedding"], parts["head"] = _build_ends(weights, table, head_dtype)

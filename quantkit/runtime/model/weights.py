@@ -55,6 +55,7 @@ class Weights:
         config: config of the model.
         format, scheme: format and scheme of the quantized linears; both None if there are none.
         dtype, device: dtype and device of the computation.
+        rounds_inputs: see `LinearSettings`.
         num_bytes: bytes of all parts built so far.
         stored_bytes: bytes that one decode step reads.
         adapters: adapters, whose updates the linears get.
@@ -67,6 +68,7 @@ class Weights:
     scheme: Scheme | None
     dtype: torch.dtype
     device: torch.device
+    rounds_inputs: bool = False
     adapters: Adapters = field(default_factory=Adapters)
     num_bytes: int = 0
     stored_bytes: int = 0
@@ -159,7 +161,14 @@ class Weights:
 
     def build(self, weight: Weight, bias: Tensor | None, activation: ActivationScheme | None = None) -> Linear:
         """Build a linear from its parts without counting its bytes."""
-        return build_linear(weight, bias=bias, activation=activation, dtype=self.dtype, device=self.device)
+        return build_linear(
+            weight,
+            bias=bias,
+            activation=activation,
+            dtype=self.dtype,
+            device=self.device,
+            rounds_inputs=self.rounds_inputs,
+        )
 
     def _read(self, name: str) -> tuple[Weight, ActivationScheme | None]:
         local = self._local[name]
