@@ -45,6 +45,7 @@ TRANSFORMERS = "transformers bf16"
 # The types are llama.cpp's names of file types; of Q4_0 it keeps the embedding and the head in 6 or 8 bits.
 LLAMA_CPP = {"llama.cpp F16": "MOSTLY_F16", "llama.cpp Q8_0": "MOSTLY_Q8_0", "llama.cpp Q4_0": "MOSTLY_Q4_0"}
 PEER = "llama.cpp Q4_0"  # that the page compares with
+ON_FILES = {"quantkit on the Q4_0 file": "MOSTLY_Q4_0.gguf"}  # which llama.cpp has written when its own turn is over
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--avx2", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--engines", nargs="*", choices=[*OURS, TRANSFORMERS, *LLAMA_CPP], help="only these")
+    parser.add_argument("--engines", nargs="*", choices=[*OURS, TRANSFORMERS, *LLAMA_CPP, *ON_FILES], help="only these")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("ENGINE", "THREADS"), help="measure here, and print the figures")
     options = parser.parse_args()
@@ -66,7 +67,8 @@ def main() -> None:
     if options.output and not (options.llama_cpp and PEER in (options.engines or [PEER])):
         parser.error(f"-o needs --llama-cpp, and {PEER} among the engines: the page compares with it")
     make_models(options.work, options.model)
-    engines = [*OURS, *([] if options.avx2 else [TRANSFORMERS]), *(LLAMA_CPP if options.llama_cpp else ())]
+    peers = [*LLAMA_CPP, *ON_FILES] if options.llama_cpp else []
+    engines = [*OURS, *([] if options.avx2 else [TRANSFORMERS]), *peers]
     engines = [engine for engine in engines if engine in (options.engines or engines)]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for number in range(options.rounds):
@@ -138,7 +140,7 @@ def measure_ours(work: Path, engine: str, threads: int) -> dict[str, Any]:
     from quantkit.benchmark.ceilings import memory_bandwidth
     from quantkit.benchmark.step_work import model_cost
 
-    folder, head = OURS[engine]
+    folder, head = OURS.get(engine) or (ON_FILES[engine], None)
     llm = LLM(work / folder, threads=threads, max_sequences=1, max_length=512, prefix_cache=False, head_dtype=head)
     found = rates(lambda count: llm.generate([prompt()], SamplingParams(max_tokens=count, ignore_eos=True)))
     bytes_read = model_cost(llm.model, llm.engine.runner.cache.layouts).decode_bytes(1, PROMPT + NEW // 2)
