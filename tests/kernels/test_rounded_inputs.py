@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 
 import pytest
@@ -10,6 +11,8 @@ from torch.nn import functional
 
 from quantkit.kernels import cpu
 from quantkit.kernels.ops.linear import build_linear
+from quantkit.numerics.dtype import DTYPES
+from quantkit.numerics.scheme import ActivationScheme
 from tests.kernels.test_linear import CPU, SCHEMES, SHAPES, inputs, quantized
 
 WITH_ZERO_OF_GROUPS = [("int4", 64, False), ("int4", 256, True), ("int8", 64, False)]
@@ -42,7 +45,7 @@ def test_the_product_differs_by_what_rounding_changes(scheme, shape, rounds):
     decoded = weight.dequantize().double()
     exact = build_linear(quantized(*shape, *scheme), bias=bias, dtype=torch.float32, device=CPU)
     linear = build_linear(weight, bias=bias, dtype=torch.float32, device=CPU, rounds_inputs=True)
-    for rows in (0, 1, 2, 3, 7, 17):
+    for rows in (0, 1, 2, 3, 7, 19, 70):
         x = inputs(rows, shape[1]) * torch.logspace(-3, 3, shape[1])  # each run has a step of its own
         actual, expected = linear(x), x.double() @ decoded.T + bias.double()
         sums = 2.0**-21 * (x.abs().double() @ decoded.abs().T) + 2.0**-23 * expected.abs()
@@ -78,8 +81,11 @@ def test_a_row_with_nan_or_infinity_gives_nan_and_harms_no_other(name):
 def test_zeros_and_the_smallest_and_largest_inputs():
     weight, bias = quantized(64, 128, "int4", 64, True), torch.randn(64)
     linear = build_linear(weight, bias=bias, dtype=torch.float32, device=CPU, rounds_inputs=True)
-    scales = torch.tensor([0.0, 1e-45, 1e-39, 1e-31]).unsqueeze(1)
-    assert torch.equal(linear(torch.ones(4, 128) * scales), bias.expand(4, -1))
+    assert torch.equal(
+        linear(torch.ones(4, 128) * torch.tensor([[0.0], [1e-45], [1e-39], [1e-35]])), bias.expand(4, -1)
+    )
+    bare = build_linear(quantized(64, 128, "int4", 64, True), dtype=torch.float32, device=CPU, rounds_inputs=True)
+    torch.testing.assert_close(bare(inputs(1, 128) * 1e-28) * 1e28, bare(inputs(1, 128)), rtol=1e-3, atol=1e-3)
     large = linear(inputs(1, 128) * 1e30)
     torch.testing.assert_close(large, linear(inputs(1, 128)).sub(bias) * 1e30, rtol=1e-3, atol=1e26)
 
@@ -108,3 +114,16 @@ def test_bfloat16_is_not_rounded_again():
         for rounds in (True, False)
     ]
     assert torch.equal(linears[0](x), linears[1](x))
+
+
+def test_inputs_with_a_calibrated_scale_are_not_rounded_twice():
+    weight, scheme = (
+        quantized(64, 128, "int8", None, True),
+        ActivationScheme(dtype=DTYPES["int8"], granularity="tensor", dynamic=False),
+    )
+    weights = [dataclasses.replace(weight, input_scale=torch.tensor(0.02)) for _ in range(2)]
+    linears = [
+        build_linear(each, activation=scheme, dtype=torch.float32, device=CPU, rounds_inputs=may)
+        for each, may in zip(weights, (True, False), strict=True)
+    ]
+    assert torch.equal(linears[0](inputs(5, 128)), linears[1](inputs(5, 128)))

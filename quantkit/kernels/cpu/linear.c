@@ -1,8 +1,8 @@
 /* y = x w' + bias for weights in bf16, fp32, int4, int8 and fp8, inputs in bf16 or fp32, sums in fp32.
 
    Codes are multiplied without their scales, and the sum of each group is scaled once, so nothing is rounded that the
-   definition does not round. With AMX, a piece of a panel is dequantized into the first-level cache and multiplied by
-   tiles. Without AMX, few tokens are multiplied by codes that are dequantized in registers. For many tokens, a piece is
+   definition does not round, except inputs as linear_int16.h says. With AMX, a piece of a panel is dequantized into the
+   first-level cache and multiplied by tiles. Without AMX, few tokens are multiplied by codes that are dequantized in registers. For many tokens, a piece is
    dequantized into the cache as with AMX, but multiplied by vectors. */
 #include "amx.h"
 #include "linear_segment.h"
@@ -37,7 +37,7 @@ typedef struct {
 static void load_factors(const Job *job, int64_t panel, int64_t group, int64_t run, int64_t token, Factors *factors) {
     const QkLinear *linear = job->linear;
     factors->dense = !linear->scale;
-    factors->inputs = NULL;
+    factors->inputs = factors->units = NULL;
     if (factors->dense) return;
     int64_t index = (panel * job->groups + group) * QK_PANEL;
     for (int b = 0; b < 4; b++) factors->scale[b] = qk_load_scale(linear, index + 16 * b);
@@ -161,7 +161,7 @@ static void one_panel(const Job *job, int64_t panel, int64_t token, int64_t toke
     int dense = job->x_is_bf16 ? QK_BF16 : QK_F32;
     int64_t direct = job->x_is_bf16 ? DIRECT_BF16[linear->storage] : DIRECT_F32[linear->storage];
     memset(main, 0, (size_t)(tokens * QK_PANEL) * sizeof(float));
-    if (tokens <= direct) {
+    if (tokens <= direct || job->units) {
         multiply(job, panel, linear->storage, codes, 0, job->pairs, token, tokens, main);
     } else {
         for (int64_t start = 0, end; start < job->pairs; start = end) {
@@ -331,13 +331,16 @@ static int round_inputs(Job *job, float step) {
 }
 #endif
 
+/* Whether inputs are quantized, each token with one scale. */
+static int is_quantized(int activation) { return activation == QK_TO_INT8 || activation == QK_TO_FP8; }
+
 /* Prepare the inputs for the loops: quantized if requested, and padded to an even number per token. */
 static int prepare(Job *job) {
     const QkLinear *linear = job->linear;
     const void *x = job->product->x;
     int is_bf16 = job->product->is_bf16, activation = job->product->activation;
     int64_t k = linear->k, padded = job->pairs * 2;
-    if (activation == QK_TO_INT8 || activation == QK_TO_FP8) {
+    if (is_quantized(activation)) {
         uint16_t *codes = qk_scratch(QK_SLOT_LINEAR_INPUT, (size_t)(job->tokens * padded) * 2);
         float *scales = qk_scratch(QK_SLOT_LINEAR_SCALES, (size_t)job->tokens * sizeof(float));
         if (!codes || !scales) return 1;
@@ -373,7 +376,7 @@ static int begin(Job *job, const QkProduct *product) {
     job->stride = job->pairs * 2;
     job->width = linear->group / 2;
     job->groups = job->pairs / job->width;
-    int dense = QK_AVX512 && (product->is_bf16 || product->activation) ? QK_BF16 : QK_F32;
+    int dense = QK_AVX512 && (product->is_bf16 || is_quantized(product->activation)) ? QK_BF16 : QK_F32;
     job->run = qk_min(job->width, TILE_BYTES / PAIR_BYTES[dense]);
     job->runs_per_group = (job->width + job->run - 1) / job->run;
     job->runs = job->groups * job->runs_per_group;

@@ -26,7 +26,7 @@
 #endif
 
 enum { QK_BF16, QK_F32, QK_W4, QK_W8, QK_FP8, QK_F16, QK_H8, QK_U8 };
-/* QK_TO_INT16: as it is on machines without linear_int16.h, and for other weights than QK_W4 and QK_W8. */
+/* Machines without linear_int16.h, and weights other than QK_W4 and QK_W8, treat QK_TO_INT16 as QK_AS_IT_IS. */
 enum { QK_AS_IT_IS, QK_TO_INT8, QK_TO_FP8, QK_TO_INT16 };
 enum { QK_SCALE_F32, QK_SCALE_BF16, QK_SCALE_F16 };
 

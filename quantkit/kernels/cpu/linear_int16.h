@@ -1,6 +1,7 @@
 /* The products of linear_segment.h with inputs in int16, for AVX2: one instruction multiplies sixteen codes by inputs
-   and adds pairs of products, and codes need no conversion to floats. Each run of inputs has its own step, so an input
-   is rounded by at most 2^-16 of the largest of up to 64. Sums of a run are exact: 64 products below 240 * 2^15. */
+   and adds pairs of products, and codes need no conversion to floats. Each run of at most 64 inputs has its own step,
+   so an input changes by at most 1/65534 of the largest of the run; a run of inputs below 2^-100 becomes 0. A run has at
+   most 64 products below 240 * 2^15, so its sum fits in 32 bits. */
 #pragma once
 
 /* Round `count` inputs, at most 64, to codes; returns the value of code 1. sum: set to the sum of the codes. An input

@@ -79,7 +79,7 @@ def _prepared(source: LinearSource) -> Linear | None:
     weight, activation = source.weight, source.activation
     if activation is not None and not activation.is_per_token:
         scale = None if weight.input_scale is None else weight.input_scale.to(source.device)
-        linear = _quantized(dataclasses.replace(source, activation=None))
+        linear = _quantized(dataclasses.replace(source, activation=None, rounds_inputs=False))
         description = f"{linear.description}, activations {activation.describe()}"
         return WrappedLinear(linear, lambda x: fake_quantize_inputs(x, activation, scale), description)
     ordered = None if weight.group_index is None else _sort_groups(weight)
