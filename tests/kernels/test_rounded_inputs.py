@@ -91,7 +91,7 @@ def test_zeros_and_the_smallest_and_largest_inputs():
 
 
 @pytest.mark.parametrize("scheme", [("int4", 32, False), ("int4", None, True), ("int8", 64, True)], ids=str)
-def test_a_token_gets_the_same_bits_in_any_batch_and_with_any_threads(scheme, rounds):
+def test_a_token_gets_the_same_bits_in_any_batch_and_with_any_threads(scheme):
     linear = build_linear(quantized(300, 640, *scheme), dtype=torch.float32, device=CPU, rounds_inputs=True)
     if not linear.description.endswith("(native)"):
         pytest.skip("torch's kernels do not promise it")
