@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from provenance import table_line
 
 RESULTS = Path(__file__).parents[1] / "results/runtime_speed"
-HEAD = ("engine", "threads", "prefill tok/s", "decode tok/s", "MB", "bandwidth", "prefill, decode / llama.cpp Q4_0")
+HEAD = ("engine", "threads", "prefill tok/s", "decode tok/s", "MB", "bandwidth")
 PEER = "llama.cpp Q4_0"
 OURS = "quantkit W4A16, int8 head"
 
@@ -30,9 +30,10 @@ def readme_sentence() -> str:
     """What README says about the real models that were measured."""
     wide, narrow = (_speed(name) for name in ("smollm2", "qwen2.5-coder"))
     return (
-        f"Speed in 4 bits for one request, as a multiple of {PEER}'s ([tables](docs/performance.md#speed-on-a-cpu)).\n"
-        f"SmolLM2-135M on a CPU with AMX, beside a build for AVX-512: {wide}.\n"
-        f"Qwen2.5-Coder-0.5B on a CPU with AVX2 alone: {narrow}."
+        f"For one request in 4 bits, quantkit's speed divided by that of {PEER} "
+        "([tables](docs/performance.md#speed-on-a-cpu)):\n\n"
+        f"- SmolLM2-135M on a CPU with AMX, compared with llama.cpp built for AVX-512: {wide}.\n"
+        f"- Qwen2.5-Coder-0.5B on a CPU with AVX2 only: {narrow}."
     )
 
 
@@ -42,15 +43,16 @@ def _speed(name: str) -> str:
         {row["threads"]: row for row in result["rows"] if row["engine"] == engine} for engine in (OURS, PEER)
     )
     return "; ".join(
-        f"{threads} thread{'s' * (threads > 1)}: prefill {own['prefill'] / peers[threads]['prefill']:.1f}, "
-        f"decode {own['decode'] / peers[threads]['decode']:.1f}"
+        f"prefill {own['prefill'] / peers[threads]['prefill']:.1f} and decode "
+        f"{own['decode'] / peers[threads]['decode']:.1f} with {threads} thread{'s' * (threads > 1)}"
         for threads, own in sorted(ours.items())
     )
 
 
 def _table(result: dict[str, Any]) -> list[str]:
     taken, rows = result["taken"], result["rows"]
-    peers = {row["threads"]: row for row in rows if row["engine"] == PEER}
+    peer = result.get("peer", PEER)
+    peers = {row["threads"]: row for row in rows if row["engine"] == peer}
     about = next(row["about"] for row in rows if "about" in row)
     version = next(row["version"] for row in rows if "version" in row)
     used = [name for name in ("AVX512_BF16", "AMX_INT8") if f"{name} = 1" in about]
@@ -58,8 +60,8 @@ def _table(result: dict[str, Any]) -> list[str]:
     return [
         f"**{result['model']}** on {taken['machine']}{narrow}",
         "",
-        table_line(HEAD),
-        "|---" * len(HEAD) + "|",
+        table_line((*HEAD, f"prefill, decode / {peer}")),
+        "|---" * (len(HEAD) + 1) + "|",
         *(_line(row, peers[row["threads"]]) for row in rows),
         "",
         f"Medians of {result['rounds']} rounds; commit {taken['commit']}, torch {taken['versions']['torch']}, "
