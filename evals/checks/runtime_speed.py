@@ -1,13 +1,14 @@
 """Prefill and decode of the bundled runtime beside transformers and llama.cpp, in one run on a CPU.
 
-    python evals/checks/runtime_speed.py WORK [--model FOLDER] [--llama-cpp PYTHON] [--threads 1,2] [--avx2]
-        [--rounds 3] [--engines NAME ...] [-o evals/results/runtime_speed/NAME.json]
+    python evals/checks/runtime_speed.py WORK [--model FOLDER | --gguf FILE] [--llama-cpp PYTHON] [--threads 1,2]
+        [--avx2] [--rounds 3] [--engines NAME ...] [-o evals/results/runtime_speed/NAME.json]
 
 Without --model, the model is TinyLlama-1.1B's shape cut to 8 layers, with random weights. WORK keeps what is made of
 it: checkpoints, and GGUF files that llama.cpp itself quantizes. Each engine runs in a process of its own; the engines
 take turns, and medians over the rounds are kept. Batch 1: a prompt of 128 tokens, then 64 new tokens, by wall time, so
 nothing else may run. PYTHON has llama-cpp-python. --avx2: our kernels use no wider instructions; PYTHON's llama.cpp
-must be built that way too (its own line about the processor is kept in the results).
+must be built that way too (its own line about the processor is kept in the results). --gguf: only this file, in
+quantkit and in llama.cpp.
 
 `bandwidth`: the share of the memory bandwidth, measured in the same process, that reading the weights once per token
 would take.
@@ -46,6 +47,7 @@ TRANSFORMERS = "transformers bf16"
 LLAMA_CPP = {"llama.cpp F16": "MOSTLY_F16", "llama.cpp Q8_0": "MOSTLY_Q8_0", "llama.cpp Q4_0": "MOSTLY_Q4_0"}
 PEER = "llama.cpp Q4_0"  # that the page compares with
 ON_FILES = {"quantkit on the Q4_0 file": "MOSTLY_Q4_0.gguf"}  # which llama.cpp has written when its own turn is over
+LLAMA_CPP_ON_GIVEN, ON_GIVEN = {"llama.cpp": "given"}, {"quantkit": "given.gguf"}
 
 
 def main() -> None:
@@ -53,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for the models, about 2 GB")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--gguf", type=Path)
     parser.add_argument("--llama-cpp", metavar="PYTHON")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--avx2", action="store_true")
@@ -66,10 +69,17 @@ def main() -> None:
         return
     if options.output and not (options.llama_cpp and PEER in (options.engines or [PEER])):
         parser.error(f"-o needs --llama-cpp, and {PEER} among the engines: the page compares with it")
-    make_models(options.work, options.model)
-    peers = [*LLAMA_CPP, *ON_FILES] if options.llama_cpp else []
-    engines = [*OURS, *([] if options.avx2 else [TRANSFORMERS]), *peers]
-    engines = [engine for engine in engines if engine in (options.engines or engines)]
+    if options.gguf:
+        engines = [*ON_GIVEN, *LLAMA_CPP_ON_GIVEN]
+        options.work.mkdir(parents=True, exist_ok=True)
+        given = options.work / ON_GIVEN["quantkit"]
+        given.unlink(missing_ok=True)
+        given.symlink_to(options.gguf.resolve())
+    else:
+        make_models(options.work, options.model)
+        peers = [*LLAMA_CPP, *ON_FILES] if options.llama_cpp else []
+        engines = [*OURS, *([] if options.avx2 else [TRANSFORMERS]), *peers]
+        engines = [engine for engine in engines if engine in (options.engines or engines)]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for threads in map(int, options.threads.split(",")):
@@ -79,13 +89,23 @@ def main() -> None:
     rows = [{"engine": engine, "threads": threads, **medians(each)} for (engine, threads), each in found.items()]
     show(rows)
     if options.output:
-        name = options.model.resolve().name if options.model else "TinyLlama-1.1B's shape, 8 layers"
-        write(options, {"model": name, "avx2": options.avx2, "rounds": options.rounds, "rows": rows})
+        given = options.gguf or options.model
+        name = given.resolve().name if given else "TinyLlama-1.1B's shape, 8 layers"
+        write(
+            options,
+            {
+                "model": name,
+                "peer": "llama.cpp" if options.gguf else PEER,
+                "avx2": options.avx2,
+                "rounds": options.rounds,
+                "rows": rows,
+            },
+        )
 
 
 def ask(options: argparse.Namespace, engine: str, threads: int) -> dict[str, Any]:
     """The figures of one engine, measured in a process of its own."""
-    python = options.llama_cpp if engine in LLAMA_CPP else sys.executable
+    python = options.llama_cpp if engine in {**LLAMA_CPP, **LLAMA_CPP_ON_GIVEN} else sys.executable
     command = [python, __file__, str(options.work), "--one", engine, str(threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     if options.avx2:
@@ -127,7 +147,7 @@ def make_models(work: Path, model: Path | None) -> None:
 
 def measure(work: Path, engine: str, threads: int) -> dict[str, Any]:
     """The figures of an engine in this process."""
-    if engine in LLAMA_CPP:
+    if engine in {**LLAMA_CPP, **LLAMA_CPP_ON_GIVEN}:
         return measure_llama_cpp(work, engine, threads)
     return measure_transformers(work, threads) if engine == TRANSFORMERS else measure_ours(work, engine, threads)
 
@@ -140,7 +160,7 @@ def measure_ours(work: Path, engine: str, threads: int) -> dict[str, Any]:
     from quantkit.benchmark.ceilings import memory_bandwidth
     from quantkit.benchmark.step_work import model_cost
 
-    folder, head = OURS.get(engine) or (ON_FILES[engine], None)
+    folder, head = OURS.get(engine) or ({**ON_FILES, **ON_GIVEN}[engine], None)
     llm = LLM(work / folder, threads=threads, max_sequences=1, max_length=512, prefix_cache=False, head_dtype=head)
     found = rates(lambda count: llm.generate([prompt()], SamplingParams(max_tokens=count, ignore_eos=True)))
     bytes_read = model_cost(llm.model, llm.engine.runner.cache.layouts).decode_bytes(1, PROMPT + NEW // 2)
@@ -170,7 +190,7 @@ def measure_llama_cpp(work: Path, engine: str, threads: int) -> dict[str, Any]:
     """llama.cpp through its C interface, with a file that it quantizes itself."""
     import llama_cpp
 
-    kind = LLAMA_CPP[engine]
+    kind = {**LLAMA_CPP, **LLAMA_CPP_ON_GIVEN}[engine]
     file = work / f"{kind}.gguf"
     if not file.exists():
         params = llama_cpp.llama_model_quantize_default_params()
