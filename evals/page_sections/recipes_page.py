@@ -21,10 +21,11 @@ def table() -> str:
     for recipe in sorted({recipe for found in rows.values() for recipe in found}):
         lines.append(f"| {recipe} | {' | '.join(_cell(found.get(recipe)) for found in rows.values())} |")
     note = (
-        "*written*: the checkpoint was written, but its quality was not measured. `16x256` in a name: calibrated on 16 "
-        "sequences of 256 tokens instead of the recipe's own settings. *worse*: linears whose error, measured on tokens "
-        "held out from calibration, is more than 2 % above the error of rounding to nearest. KL and the ratio of "
-        "perplexities are what `quantkit verify` reports for 4k tokens of WikiText-2; *misses* names gates of the recipe "
+        "*written*: the checkpoint was written, but its quality was not measured. `16x256` in a name: calibrated on "
+        "16 sequences of 256 tokens instead of the recipe's own settings. *worse*: linears whose error, measured on "
+        "tokens held out from calibration, is more than 2 % above the error of rounding to nearest. KL and the ratio "
+        "of perplexities are what `quantkit verify` reports for 4k tokens of WikiText-2; *misses* names gates of the "
+        "recipe "
         f"that do not hold. {_refusals(kept)}[Script](../evals/accuracy/every_recipe.py)."
     )
     origin = ["| model | last measured | commits | machines |", "|---|---|---|---|"]
