@@ -54,6 +54,10 @@ def fast_cpu_dtype() -> torch.dtype:
     """Return bfloat16 if this CPU has instructions for bfloat16 products, otherwise float32; float16 would be slow."""
     # torch for macOS has no oneDNN.
     is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)()
+    if platform.machine() == "x86_64":
+        # oneDNN also multiplies in bfloat16 on CPUs with AVX-512 but without its bfloat16 products. It converts every
+        # number there, and our kernels for AVX-512 do not run.
+        is_fast = is_fast and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if is_fast else torch.float32
 
 

@@ -15,6 +15,7 @@ from quantkit.errors import CheckpointError, InputError, ModelError, ResourceErr
 from quantkit.formats import compressed_tensors
 from quantkit.kernels import cpu
 from quantkit.kernels.cpu.linear import NativeLinear
+from quantkit.machine.devices import fast_cpu_dtype
 from quantkit.machine.system import peak_bytes
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import INT4
@@ -192,7 +193,7 @@ def test_end_tokens(llama, tmp_path, generation, config, expected):
 
 
 def test_dtypes_on_this_processor(tmp_path):
-    cpu, fast = torch.device("cpu"), torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    cpu, fast = torch.device("cpu"), fast_cpu_dtype() == torch.bfloat16
     for stored in (torch.float32, torch.bfloat16, torch.float16):
         folder = make_loud_model(tmp_path / str(stored), "llama", dtype=stored)
         reader = CheckpointReader(folder)
