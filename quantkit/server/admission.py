@@ -56,7 +56,7 @@ class Bodies:
     async def opened(self, request: Request, kind: type[Asked], most_ids: int) -> AsyncIterator[tuple[Asked, Run]]:
         """Yield the checked request, and a function that runs further work on it in another thread.
 
-        Work on large bodies runs in one common thread. The memory of the body counts as used until the context ends.
+        Work on large bodies runs in one shared thread. The body counts toward the memory limit until the context ends.
 
         Args:
             request: request whose body is read.
@@ -115,9 +115,7 @@ class Bodies:
                     text = f"the body has more than {MAX_BODY_BYTES} bytes; send less in one request"
                     raise Refused(text, status=413, connection="close")
                 if size > _SMALL_BODY and self._num_bytes > _HELD_BYTES:
-                    text = (
-                        f"the server holds request bodies of more than {_HELD_BYTES >> 20} MiB in all; try again later"
-                    )
+                    text = f"the request bodies in the server's memory exceed {_HELD_BYTES >> 20} MiB; try again later"
                     raise Refused(text, status=429, retry_after=1)
                 parts.append(part)
         except BaseException:
@@ -143,7 +141,7 @@ def _check_counts(body: bytes, most_values: int) -> None:
     """
     limits = {b"[{": (_MOST_CONTAINERS, "lists and objects"), b":": (_MOST_ENTRIES, "entries of objects")}
     limits[b","] = (most_values, "values")
-    # Marks inside strings do not count, but this need not be checked if even all marks are within the limits.
+    # Marks inside strings do not count. But if the number of all marks is within the limits, strings are not searched.
     if all(sum(map(body.count, marks)) <= most for marks, (most, _) in limits.items()):
         return
     counts = dict.fromkeys(limits, 0)
@@ -178,7 +176,7 @@ def known_hosts(host: str, allowed: tuple[str, ...]) -> frozenset[str]:
 
     Args:
         host: address that the server listens on.
-        allowed: further names.
+        allowed: additional names to accept.
     """
     return frozenset(map(_name_of, (*_LOCAL_NAMES, f"[{host}]" if ":" in host else host, *allowed)))
 
@@ -242,10 +240,12 @@ class Doorkeeper:
                 "--allow-host NAME"
             )
             return JSONResponse(answers.error(text, code="host_not_allowed"), status_code=403)
-        # Browsers send requests that need no preflight for any page, but they name the page's origin.
+        # A browser sends requests without a preflight on behalf of any page, but it names the page's origin.
         own = {f"http://{host}", f"https://{host}", *self.origins}
         if origin and (names.count(b"origin") > 1 or not {origin, "*"} & own):
-            text = "pages of this origin may not send requests; start the server with --allow-origin ORIGIN"
+            text = (
+                "pages of this origin may not send requests; to allow it, start the server with --allow-origin ORIGIN"
+            )
             return JSONResponse(answers.error(text, code="origin_not_allowed"), status_code=403)
         if self._is_allowed(scope):
             return self.app

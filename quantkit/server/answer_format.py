@@ -11,7 +11,7 @@ from quantkit.runtime.dialects.dialect import Dialect
 from quantkit.runtime.json_output import WHITESPACE
 from quantkit.server.conversations import ChatRequest
 
-# Name and arguments in a dialect's example of a call, and the call for dialects whose arguments are not JSON.
+# Name and arguments in a dialect's example call, and the example call for dialects whose arguments are not JSON.
 _NAME, _ARGUMENTS = "weather", '{"city": "Oslo"}'
 _BARE = f'{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}'
 
@@ -43,9 +43,9 @@ class AnswerFormat:
         Args:
             ask: the request.
             dialect: dialect of the model.
-            prompt: the conversation in the chat template.
+            prompt: the conversation as text, rendered by the chat template.
         """
-        # The JSON of a response format is the whole answer.
+        # If the response format is JSON, the whole answer is JSON, without markers.
         is_json = ask.response_format is not None and ask.response_format.schema_text is not None
         return cls(
             dialect=_VERBATIM if is_json else dialect,
@@ -76,7 +76,7 @@ class AnswerFormat:
         return {text: token for text, token in added.items() if text in texts and not text.isspace()}
 
     def grammar(self, tokens: Mapping[str, int]) -> str | None:
-        """Return a grammar, for llguidance, of an answer that must call a tool; None if no call is needed.
+        """Return the llguidance grammar of an answer that must call a tool; None if no call is required.
 
         Several calls are possible only if each call has its own begin and end markers.
 

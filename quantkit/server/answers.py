@@ -26,7 +26,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._text_of = decoder(tokenizer)
-        # Decoded alone, a token may lose its leading space; after another token, it keeps it.
+        # A token that is decoded alone may lose its leading space. So each token is decoded after this one.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._shown_before = len(self._whole(self._before))
         self.piece = lru_cache(1 << 16)(self._piece)
@@ -43,7 +43,7 @@ class Vocabulary:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _piece(self, token: int) -> str:
-        """Return a token's own text; for a part of a character, its name in the vocabulary."""
+        """Return a token's own text; for a token that is part of a character, its name in the vocabulary."""
         text = self._whole([*self._before, token])[self._shown_before :]
         if "\ufffd" in text or not text:
             return str(self._tokenizer.convert_ids_to_tokens(token))
@@ -254,7 +254,7 @@ class ChatShape:
         self._most_calls = 1 if ask.parallel_tool_calls is False else None
 
     def first(self) -> list[Json]:
-        """Return a choice with the speaker's role for each answer."""
+        """Return one choice per answer, with the speaker's role."""
         delta = {"role": "assistant", "content": ""}
         return [
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

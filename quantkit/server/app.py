@@ -112,7 +112,7 @@ class Server:
         door = Doorkeeper(app=app, key=self.key, log=self.log, origins=self.origins, hosts=self.hosts)
         if not self.origins:
             return door
-        # Before the check of the key: preflight requests have none, and a page should see why it was refused.
+        # CORS precedes the key check, because preflight requests have no key, and a page should see why it was refused.
         return CORSMiddleware(
             door,
             allow_origins=self.origins,
@@ -159,7 +159,7 @@ class Server:
     def _model(self, name: str) -> answers.Json:
         length = self.bridge.engine.capacity if self.bridge.is_ready else None
         about = {"created": self.created, "owned_by": "quantkit", "max_model_len": length}
-        # As in vLLM; `parent` is the model that an adapter changes.
+        # The same fields as in vLLM; `parent` is the model that an adapter changes.
         return {
             "id": name,
             "object": "model",
@@ -211,8 +211,8 @@ class Server:
         """Try out the request's schemas. Return the parameters, with a grammar added if the answer must call a tool.
 
         Raises:
-            Refused: the tools' parameters cannot be followed.
-            RequestError: the schema of the response format cannot be followed.
+            Refused: the schema of a tool's parameters cannot be enforced.
+            RequestError: the schema of the response format cannot be enforced.
         """
         try_out = self.bridge.engine.schemas.try_out
         if params.json_schema is not None:
@@ -226,7 +226,7 @@ class Server:
         except Refused:
             raise
         except RequestError as error:
-            raise Refused(f"the parameters of tools cannot be followed: {error}", "tools") from None
+            raise Refused(f"the schemas of the tools cannot be enforced: {error}", "tools") from None
         return replace(params, grammar=grammar)
 
     def _encoded_chat(
@@ -297,13 +297,13 @@ class Server:
 
     def _check_ready(self) -> None:
         if self.is_ending or not self.bridge.is_ready:
-            why = "is shutting down; use another one" if self.is_ending else "is loading the model; try again later"
+            why = "is shutting down; use another server" if self.is_ending else "is loading the model; try again later"
             raise Refused(f"the server {why}", status=503, retry_after=1)
 
     async def _encoded(self, prompts: list[str | list[int]], run: Run) -> list[list[int]]:
         """Return the tokens of prompts; encode long texts in another thread, and refuse prompts that are too long."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        # Each text costs something in addition to its characters.
+        # Each text has a fixed cost in addition to that of its characters.
         is_short = sum(map(len, texts)) + 64 * len(texts) <= _SHORT_TEXT
         encoded = self.bridge.llm.encode_if_free(texts) if is_short else None
         if encoded is None:

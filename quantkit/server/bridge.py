@@ -20,9 +20,9 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams, StepOutput
 from quantkit.server.schemas import Refused
 
-# One failing step may be a bad batch; this many in a row mean that the device or the model is lost.
+# A single step may fail because of its batch; if this many fail in a row, the device or the model no longer works.
 _LOST_AFTER = 3
-# Longest wait that clients are told; OpenAI's client ignores longer ones.
+# Longest `Retry-After` that clients get; OpenAI's client ignores longer ones.
 _LONGEST_WAIT_S = 60
 _REMEMBERED_ENDS = 64
 
@@ -101,7 +101,7 @@ class Bridge:
     """The computing thread and its queue. *Mutable*.
 
     Args:
-        llm: model to load; not loaded yet, because the thread that computes must load it.
+        llm: model; must not be loaded yet, because the computing thread must load it.
         max_waiting: maximum number of requests that may wait besides the running ones.
         say: called with each line for the operator.
     Attributes:
@@ -119,8 +119,8 @@ class Bridge:
         self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)  # when the last requests ended
         self._say = say
         self._engine: Engine | None = None
-        self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # keyed by number in the engine; for the computing thread
-        # Further answers to the same prompt, keyed by the first one's number; they begin once they can share its pages.
+        self._mailboxes: dict[int, tuple[Mailbox, int]] = {}  # keyed by engine number; for the computing thread only
+        # Further answers to a prompt, keyed by the first answer's number; they begin once they can share its pages.
         self._followers: dict[int, list[Addition]] = {}
         self._actions = SimpleQueue[Callable[[Engine], object]]()
         self._closing = False
@@ -139,7 +139,7 @@ class Bridge:
     @property
     def engine(self) -> Engine:
         """The engine, for reading its figures."""
-        assert self._engine is not None, "asked before the model was loaded"
+        assert self._engine is not None, "the engine was requested before the model was loaded"
         return self._engine
 
     def start(self, loaded: Callable[[], None]) -> None:
@@ -165,7 +165,7 @@ class Bridge:
             num_prompts: number of prompts in one request.
             num_samples: number of answers to each prompt.
         Raises:
-            RequestError: there are more answers than ever fit at once, or too many requests are waiting.
+            RequestError: the request needs more answers than may ever be open, or too many requests are waiting.
         """
         count = num_prompts * num_samples
         if count > self.most_open:
@@ -249,7 +249,7 @@ class Bridge:
             outputs = engine.step()
             if any(output.token_ids for output in outputs):
                 self.num_failed_steps = 0
-        except Exception as error:  # the next step says which requests it ended
+        except Exception as error:  # the next step returns the requests that ended
             self.num_failed_steps += 1
             self._say(f"a step failed, so its requests end with an error: {type(error).__name__}: {first_line(error)}")
             return
@@ -273,7 +273,7 @@ class Bridge:
 
     def _deliver(self, news: list[tuple[Mailbox, int, StepOutput]]) -> None:
         for mailbox, index, output in news:
-            if mailbox.num_open:  # else cancelled since
+            if mailbox.num_open:  # otherwise the request has been cancelled
                 if output.completion is not None:
                     self._count_ended(1)
                 mailbox.put(index, output)

@@ -19,7 +19,7 @@ except ModuleNotFoundError:
 KEY_VARIABLES = ("QUANTKIT_API_KEY", "OPENAI_API_KEY")
 _CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 600.0
 _DONE = b"[DONE]"
-_KEPT = 64  # kept-alive connections, all of which the server may have closed
+_KEPT = 64  # maximum number of attempts that fail because the server has closed a kept-alive connection
 
 
 class Remote:

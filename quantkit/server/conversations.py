@@ -71,7 +71,7 @@ class ChatMessage(_Open):
     role: Annotated[str, Field(min_length=1, max_length=100)]
     content: Text | Annotated[list["TextPart"], Field(max_length=MOST_PARTS)] | None = None
     tool_calls: Annotated[list[Annotated[Json, AfterValidator(_check_call)]], Field(max_length=MOST_CALLS)] | None = (
-        Field(None, description="Calls of an earlier answer, as the server gave them.")
+        Field(None, description="Calls of an earlier answer, as the server returned them.")
     )
 
     def plain(self) -> Json:
@@ -150,7 +150,7 @@ class ChatRequest(Sampling):
     )
     parallel_tool_calls: bool | None = Field(
         None,
-        description="False = at most one call. None = as many as the model writes; one if tool_choice forces a call.",
+        description="False = at most one call. None = any number of calls, but one if tool_choice forces a call.",
     )
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")

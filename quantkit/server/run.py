@@ -99,7 +99,7 @@ def most_connections(most_open: int) -> tuple[int, int]:
 
 
 DRAIN_SECONDS = 25
-"""Default seconds for open requests at shutdown; less than the 30 s after which Kubernetes kills the process."""
+"""Default seconds to finish open requests at shutdown; less than the 30 s after which Kubernetes kills the process."""
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -151,7 +151,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_keep_alive=75,  # longer than load balancers keep theirs
+            timeout_keep_alive=75,  # longer than load balancers keep idle connections
             # h11, because httptools, which uvicorn prefers if it is installed, does not limit headers.
             http=partial(Connection, most, {}),  # type: ignore[arg-type]
             backlog=at_once,
@@ -187,12 +187,12 @@ class HttpServer(uvicorn.Server):
     def end(self) -> None:
         """Refuse new requests, answer open ones, and make `run_until_ended` return."""
         is_first = not self.should_exit
-        self._server.is_ending = self.should_exit = True  # first: whoever reads the message may signal again
+        self._server.is_ending = self.should_exit = True  # set first: a reader of the message may signal again
         if is_first:
             count = self._server.bridge.num_open
             self._say(
                 f"shutting down: {count} open requests are answered first, for at most {self._drain_seconds} "
-                "s; Ctrl-C ends at once"
+                "s; press Ctrl-C to end at once"
             )
 
     async def _run(self, listening: socket.socket) -> None:

@@ -35,7 +35,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _check_ids(value: Any) -> Any:
-    """Refuse a list with items that are not integers, with one error; pydantic would report each of a million items."""
+    """Refuse a list with non-integer items with a single error; pydantic would report each of a million items."""
     if isinstance(value, list) and (wrong := set(map(type, value)) - {int}):
         index = next(index for index, item in enumerate(value) if type(item) in wrong)
         text = "token {index} should be a valid integer, not {given}"
@@ -44,7 +44,7 @@ def _check_ids(value: Any) -> Any:
 
 
 def _check_biases(value: Any) -> Any:
-    """Refuse too many biases, or keys that are no token ids, with one error for all of them."""
+    """Refuse too many biases, or keys that are not token ids, with a single error."""
     if isinstance(value, dict):
         if len(value) > MOST_BIASES:
             text = "it should have at most {most} entries, not {count}"
@@ -75,7 +75,7 @@ class Refused(RequestError):
     """A request that the server refuses.
 
     Args:
-        text: message of one line.
+        text: one-line message.
         field: name of the offending request field; None = the whole request.
         status: HTTP status of the response.
         headers: HTTP headers of the response.
@@ -156,8 +156,8 @@ class Sampling(Schema):
     def samples(self, params: SamplingParams) -> list[SamplingParams]:
         """Return the parameters of each of the `n` answers to a prompt.
 
-        With a seed, the first answer has this seed and is the one that `n` = 1 gives; the others have seeds derived
-        from it.
+        With a seed, the first answer uses this seed and equals the answer with `n` = 1. The other answers use seeds
+        derived from it.
         """
         if self.seed is None:
             return [params] * self.n
@@ -181,7 +181,7 @@ class CompletionRequest(Sampling):
             custom_error_message="it should be a text, token ids, or a list of either",
         ),
     ]
-    echo: bool = Field(False, description="Whether the answer repeats the prompt, with its log-probabilities.")
+    echo: bool = Field(False, description="Whether the answer repeats the prompt, with log-probabilities if requested.")
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] = 1
 

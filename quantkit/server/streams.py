@@ -110,7 +110,7 @@ class EventStream:
     async def _events(self) -> AsyncIterator[bytes]:
         shape, done, options = self.shape, dict[int, Completion](), self.options
         num_new, frame = 0, self._frame(0)
-        # Sent with the first output: sent earlier, clients would take these parts for the first token.
+        # Sent together with the first output, because clients would take an earlier part for the first token.
         body = b"".join(framed(frame, choice) for choice in shape.first())
         while not self.mailbox.is_done:
             for index, output in await self.mailbox.read():

@@ -45,9 +45,9 @@ class Served:
     """A running server.
 
     Args:
-        llm: with its model not loaded yet.
+        llm: LLM whose model is not loaded yet.
         max_waiting: see `Bridge`.
-        settings: of `Server`.
+        settings: further arguments of `Server`.
     """
 
     def __init__(self, llm: LLM, max_waiting: int = 64, **settings) -> None:
@@ -64,7 +64,7 @@ class Served:
         wait_until(lambda: self.bridge.is_ready or self.bridge.failure)
 
     def ask(self, path: str, body=None, **headers) -> tuple[int, dict]:
-        """Status and JSON of one request; `body` is sent as it is if it is bytes."""
+        """Return the status and the JSON of a response; a `body` of bytes is sent unchanged."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
         try:
@@ -81,13 +81,13 @@ class Served:
                 faulthandler.dump_traceback(stacks)
                 stacks.seek(0)
                 state = self.http.server_state
-                pytest.fail(f"the server does not end: {state.connections}, {state.tasks}\n{stacks.read()}")
+                pytest.fail(f"the server did not end: {state.connections}, {state.tasks}\n{stacks.read()}")
 
 
 def wait_until(condition, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, f"the condition did not become true within {seconds} s"
         time.sleep(0.002)
 
 

@@ -1,4 +1,4 @@
-"""A server with adapters: `model` chooses one of them or the base, and the list names them."""
+"""Test a server with adapters: `model` selects an adapter or the base model, and the list names them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as bytes."""
+"""Test the bytes of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends gets one line, the status of its kind, and the field; the server lives on."""
+"""Every bad request gets a one-line message, the right status and the name of the field; the server keeps running."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def raw(body: str | bytes, path=TEXT):
     return path, body if isinstance(body, bytes) else body.encode()
 
 
-# What is sent; status; field; part of the message.
+# Path and body of the request; expected status, field, and part of the message.
 TABLE = {
     "no body": (*raw(""), 400, None, "the body is not valid JSON"),
     "not JSON": (*raw("{prompt: 1}"), 400, None, "the body is not valid JSON"),
@@ -140,7 +140,7 @@ TABLE = {
     ),
     "parameters that cannot be followed": (
         *chat(tools=[tool(parameters={"properties": {"a": {"type": "fruit"}}})], tool_choice="required"), 400, "tools",
-        "cannot be followed",
+        "cannot be enforced",
     ),
     "parameters that are no object": (*chat(tools=[tool(parameters={"type": "string"})]), 400, "tools", "'object'"),
     "a tool without a name": (*chat(tools=[{"type": "function", "function": {}}]), 400, "tools", "name is missing"),

@@ -1,4 +1,4 @@
-"""Keys, limits, clients that go away or do not read, steps that fail, and the end."""
+"""Test keys, limits, clients that disconnect or do not read, failing steps, and shutdown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = {"prompt": "a", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
 
 
 def open_stream(server, body) -> socket.socket:
-    """A connection on which a stream has begun."""
+    """Return a connection on which a stream has begun."""
     data = json.dumps({**body, "stream": True}).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
@@ -60,7 +60,7 @@ def test_who_waits_too_long_in_line_is_sent_away(checkpoint):
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request)
         assert caught.value.code == 429
-        assert caught.value.headers["Retry-After"] == "1"  # none has ended yet
+        assert caught.value.headers["Retry-After"] == "1"  # no request has ended yet
         status, answer = server.ask("/v1/completions", {**LONG, "prompt": ["a"] * 3})
         assert (status, "accepts at most 2 answers at once" in answer["error"]["message"]) == (400, True)
         for stream in streams:
@@ -72,8 +72,8 @@ def test_who_waits_too_long_in_line_is_sent_away(checkpoint):
 @pytest.mark.parametrize(("ends", "num_waiting", "seconds"), [
     ((), 256, 1),
     ((100.0,), 256, 1),
-    ((90.0, 95.0, 100.0), 8, 20),  # one in five seconds, and four of them come first
-    ((98.0, 99.0), 3, 3),  # one in two seconds by now
+    ((90.0, 95.0, 100.0), 8, 20),  # one request ends every 5 s; 4 of 8 must have started
+    ((98.0, 99.0), 3, 3),  # one request in the last 2 s
     ((99.0, 99.1, 99.2, 100.0), 2, 1),
     ((0.0, 100.0), 256, 60),
 ])  # fmt: skip
@@ -95,7 +95,7 @@ def test_a_client_that_leaves_frees_its_pages_within_a_step(served):
     sequence = served.bridge.engine.scheduler.running[0]
     stream.close()
     wait_until(lambda: is_idle(served))
-    assert len(sequence.ids) < 400, "it was computed to its end"
+    assert len(sequence.ids) < 400, "the request was computed to its end"
     assert not sequence.pages
 
 
@@ -160,7 +160,7 @@ def test_an_error_in_a_stream_is_told(checkpoint):
 
 
 def test_tokens_do_not_wait_for_acknowledgements():
-    """asyncio sets TCP_NODELAY only where the protocol is named."""
+    """asyncio sets TCP_NODELAY only on sockets that name their protocol."""
     with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         assert accepted.proto == socket.IPPROTO_TCP
@@ -233,7 +233,7 @@ def test_pages_of_other_origins(checkpoint):
 
 
 def test_pages_ask_no_server_that_allows_none(served):
-    """A page may send text without asking the server first."""
+    """A browser sends a page's plain text without asking the server first."""
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     for origin, status in {"http://other.example": 403, "null": 403, served.url: 200}.items():
         got, answer = served.ask("/v1/completions", body, **{"Content-Type": "text/plain"}, Origin=origin)

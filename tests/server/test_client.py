@@ -1,4 +1,4 @@
-"""A server as its client sees it: a kept connection that it has closed meanwhile costs nobody a request."""
+"""Test the client: no request is lost if the server has closed a kept-alive connection in the meantime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quantkit.errors import RequestError
 
 aiohttp = pytest.importorskip("aiohttp")
 
-from quantkit.server.client import Remote  # noqa: E402 - needs it
+from quantkit.server.client import Remote  # noqa: E402 - needs aiohttp
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 ANSWER = HEADER + b'data: {"n": 1}\n\ndata: [DONE]\n\n'

@@ -1,6 +1,6 @@
-"""Clients that want to stop the server: bodies made to cost much, other sites' names, connections that say nothing.
+"""Test attacks on the server: costly bodies, host names of other sites, connections that send nothing.
 
-`evals/checks/server_soak.py --hostile` sends them all at once beside good streams.
+`evals/checks/server_soak.py --hostile` runs all attacks at once, beside good streams.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COSTLY = {
 
 
 def answered_beside_health(server, path: str, body: bytes) -> tuple[int, str]:
-    """Status and message that a body gets, while `/health` has to answer within two seconds."""
+    """Return the status and the message for a body; meanwhile, `/health` must answer within two seconds."""
     answers, slowest = [], 0.0
     asking = threading.Thread(target=lambda: answers.append(server.ask(path, body)))
     asking.start()
@@ -80,7 +80,7 @@ def test_a_costly_body_is_refused_while_others_are_answered(served, case):
 
 
 def test_a_schema_that_takes_long_holds_nobody_up(served):
-    """Compiling this one takes many seconds; it is given up, in a process of its own."""
+    """Compiling this schema takes many seconds; it runs in a separate process, which is stopped."""
     body = schema({"type": "number", "multipleOf": 999_983, "minimum": 0, "maximum": 10**9})
     status, message = answered_beside_health(served, CHAT, body)
     assert status == 400
@@ -104,7 +104,7 @@ def test_marks_inside_texts_are_no_values(served):
 
 
 def talk(port: int, *lines: str) -> tuple[int, bytes]:
-    """Status and rest of what raw lines of one request get."""
+    """Send one request as raw lines; return the status and the bytes of the response."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
         answer = b""
@@ -124,7 +124,7 @@ def local(checkpoint):
     ("attacker.example", 403), ("localhost.attacker.example", 403), ("localhost@attacker.example", 403), ("", 403),
 ])  # fmt: skip
 def test_only_names_of_this_machine_are_answered(local, host, status):
-    """A page whose name was made to lead to 127.0.0.1 asks by that name, and its Origin is the same."""
+    """A page whose domain was made to resolve to 127.0.0.1 sends this domain as Host and in Origin."""
     origin = f"Origin: http://{host}"
     assert talk(local.port, "GET /v1/models HTTP/1.1", f"Host: {host}", origin, "Connection: close")[0] == status
 
@@ -138,7 +138,7 @@ def test_two_origins_are_refused(local):
 
 
 def test_two_lengths_are_refused_and_the_connection_is_closed(local):
-    """What one of two programs takes for a body, the other takes for the next request."""
+    """A proxy and the server could disagree on where the body ends; one would take its rest for the next request."""
     lines = (f"POST {TEXT} HTTP/1.1", "Host: localhost", "Content-Length: 5", "Transfer-Encoding: chunked")
     status, answer = talk(local.port, *lines, "", "0")
     assert status == 400
@@ -165,7 +165,7 @@ def test_half_a_head_is_waited_for_so_long_only(local, monkeypatch):
 
 @pytest.mark.slow
 def test_idle_connections_give_way_to_new_ones(checkpoint):
-    """Also where few files may be open; asyncio would log each connection that it has no file for."""
+    """This also holds with a low limit of open files. asyncio would log each connection for which it has no file."""
     patient = "from quantkit.server import run; run.HEAD_SECONDS = 999.0; from quantkit.cli import main; main()"
     command = shlex.join([sys.executable, "-c", patient, "serve", str(checkpoint), "--port", "0", "--threads", "1"])
     limited = ["bash", "-c", f"ulimit -n 256; exec {command}"]

@@ -1,4 +1,4 @@
-"""lm-eval through the door gives what it gives in process, item by item: log-likelihoods, choices, generated texts."""
+"""Test that lm-eval gives the same results over HTTP as in process, item by item."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_choices(door, inside, task):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not BLIMP.is_dir(), reason="real benchmark items are not here")
+@pytest.mark.skipif(not BLIMP.is_dir(), reason="the real benchmark items are missing")
 @pytest.mark.parametrize("name", ["blimp_anaphor_gender_agreement", "blimp_passive_1"])
 def test_blimp(door, inside, name):
     options = EvaluationOptions(data=(Path(BLIMP),))
@@ -81,7 +81,7 @@ def test_generated_texts(door, inside):
 
 @pytest.mark.slow
 def test_a_conversation(served):
-    """`local-chat-completions` runs a generation task; our tiny model has a template, the demo model none."""
+    """`local-chat-completions` runs a generation task on the tiny model; the demo model has no chat template."""
     model = remote(served, "LocalChatCompletion", "chat/completions")
     result = simple_evaluate(
         model, tasks=load_tasks(["demo_answers"], EvaluationOptions()), limit=3, apply_chat_template=True,

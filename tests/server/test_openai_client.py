@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets is what the engine in process gives."""
+"""Test that OpenAI's own client gets the same answers as the engine gives in process."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_log_probabilities(client, llm, stream):
     text = "".join(choice.text for choice in choices)
     offsets = [at for part in parts for at in part.text_offset]
     tokens = [token for part in parts for token in part.tokens]
-    whole = list(takewhile(str.isascii, tokens))  # bytes of other characters show with the last of them
+    whole = list(takewhile(str.isascii, tokens))  # other characters appear with their last byte
     assert all(text[at:].startswith(token) for at, token in zip(offsets, whole, strict=False))
     assert offsets == sorted(offsets)
 
@@ -180,7 +180,7 @@ def test_asynchronous_clients_share_the_batch(served, llm):
 
 
 def test_several_answers_are_reproducible(client, llm):
-    """The first has the seed itself, the others seeds of their own; also in a stream, and to several prompts."""
+    """The first answer uses the seed, the others use derived seeds. This holds for streams and several prompts too."""
     asked = {"model": "tiny", "prompt": [PROMPT, "Two"], "max_tokens": 12, "n": 3, "seed": 5}
     answer = client.completions.create(**asked)
     texts = [choice.text for choice in answer.choices]

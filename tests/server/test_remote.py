@@ -1,4 +1,4 @@
-"""`bench --url` and `chat`: what a client of ours sees of a server."""
+"""Test `bench --url` and `chat`, quantkit's own clients of a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bench_over_http(served, checkpoint):
 
 def test_bench_over_http_for_people(served):
     result = run("bench", "--url", f"{served.url}/v1", "--batch", "2", "--prompt-tokens", 9, "--new-tokens", 3)
-    assert result.exit_code == 4, "its vocabulary has 260 tokens, which nobody said"
+    assert result.exit_code == 4, "the vocabulary has 260 tokens, but bench was not told its size"
     assert "token ids are 0 to 257" in result.output or "token ids are 0 to 259" in result.output
 
 

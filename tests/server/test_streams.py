@@ -1,4 +1,4 @@
-"""What is sent when."""
+"""Test what a stream sends, and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantkit.server.streams import EventStream
 
 
 def chat(mailbox, ended):
-    """Parts of the answer to a conversation."""
+    """Return the parts of the answer to a conversation."""
     ask = ChatRequest(messages=[{"role": "user", "content": "Hi"}], stream=True)
     shape = ChatShape(ask, [AnswerParser(find_dialect(None))], None, "tiny")
     options = StreamOptions(include_usage=True)
@@ -28,7 +28,7 @@ def chat(mailbox, ended):
 
 
 def test_nothing_is_sent_before_the_first_token():
-    """Clients that measure take the first part for the first token."""
+    """Clients that measure latency take the first part for the first token."""
 
     async def receive():
         mailbox = Mailbox(num_open=1)
@@ -44,7 +44,7 @@ def test_nothing_is_sent_before_the_first_token():
 
 
 def test_what_comes_while_a_part_is_sent_is_sent_too():
-    """The last token may come while a slow client still takes the one before it."""
+    """The last token may arrive while a slow client is still receiving the token before it."""
     ended = []
     timing = RequestTiming(request_id=0, prompt_tokens=1, arrived_s=0.0, token_s=(1.0, 2.0))
     completion = Completion(

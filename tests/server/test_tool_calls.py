@@ -1,4 +1,4 @@
-"""Tool calls and thinking: read from whole and streamed answers of each dialect, forced, and given back as history."""
+"""Test tool calls and thinking: parsed from whole and streamed answers of each dialect, forced, and in the history."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WITH_TOOLS = [name for name, each in dialects().items() if each.begin]
 
 @pytest.fixture
 def script(served, monkeypatch):
-    """Makes the served model answer with a text, in a dialect."""
+    """Return a function that makes the served model answer with a given text in a given dialect."""
 
     def write(text: str, dialect: Dialect) -> None:
         ids = [*served.llm.tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
@@ -54,7 +54,7 @@ def script(served, monkeypatch):
 
 
 def streamed(served, body: dict) -> tuple[dict, str]:
-    """Message and reason of a streamed answer, put together as OpenAI's clients do."""
+    """Return the message and the finish reason of a streamed answer, joined as OpenAI's clients do."""
     import urllib.request
 
     request = urllib.request.Request(
@@ -79,7 +79,7 @@ def streamed(served, body: dict) -> tuple[dict, str]:
 
 
 def answered(served, **fields) -> tuple[dict, str]:
-    """Message and reason of an answer, which is the same whole and streamed."""
+    """Return the message and the finish reason of an answer; check that both are the same whole and streamed."""
     body = {"messages": [USER], "tools": TOOLS, **fields}
     status, answer = served.ask(CHAT, body)
     assert status == 200, answer
@@ -206,7 +206,7 @@ def test_several_forced_calls(served, monkeypatch):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_forced_call_follows_the_thinking(served, begun):
-    """A prompt that has begun the thinking lets the model think, up to the marker."""
+    """If the prompt has opened the thinking section, the model may think up to the end marker."""
     llguidance = pytest.importorskip("llguidance")
     ask = ChatRequest(messages=[USER], tools=TOOLS, tool_choice="required")
     for name in ("hermes", "glm-4", "plain"):
@@ -274,7 +274,7 @@ def test_calls_of_the_history_reach_the_template(served, monkeypatch, write, exp
     status, answer = served.ask("/tokenize", {"messages": messages})
     assert status == 200, answer
     shown = tokenizer.decode(answer["tokens"])
-    if isinstance(given, dict):  # text is made of it only where the template needs some
+    if isinstance(given, dict):  # converted to text only if the template needs text
         expected = expected.replace(":", ": ").replace(":  ", ": ")
     assert shown == f"[user]Hi[assistant](Hm.){expected}[tool]-3"
 
