@@ -37,7 +37,7 @@ def is_installed() -> bool:
     """Whether Triton can be imported."""
     try:
         import triton.language  # noqa: F401
-    except Exception:  # a broken installation must not break what runs without it
+    except Exception:  # a broken installation of Triton must not break code that runs without it
         return False
     return True
 
@@ -67,7 +67,7 @@ def module(name: str, device: torch.device) -> Any:
 
 def why_replaced(family: str, device: torch.device) -> str | None:
     """Return why torch replaces a kernel family on a device; None if it does not."""
-    # Called before every launch. The table is mostly empty, and then the device need not be looked up.
+    # This runs before every launch. If the table is empty, as it usually is, the device is not looked up.
     return _replaced.get((family, _number(device))) if _replaced else None
 
 

@@ -1,8 +1,8 @@
 """Paged attention of a layer on a CUDA device, in up to four launches.
 
-The first launch norms, rotates and stores heads. The second attends for sequences with one new token, the third for
-sequences with several. The fourth stores keys that are quantized per channel, and values beside
-them.
+The first launch normalizes, rotates and stores heads. The second computes attention for sequences with one new token,
+the third for sequences with several. If keys are quantized per channel, the fourth stores them, and values that are
+quantized per token.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from quantkit.kernels.reference.kv_codes import is_turned
 from quantkit.kernels.types import Angles, AttentionOptions, ForwardBatch, PagedAttention, States
 
 _LARGEST_HEAD = 256
-_LARGEST_TURNED = 128  # rotating values back takes a square of the head's width in shared memory
+_LARGEST_TURNED = 128  # rotating values back needs a square matrix of the head's width in shared memory
 
 
 def can(views: KVViews) -> bool:

@@ -2,7 +2,7 @@
 
 The defaults are not tuned on a GPU; they compile for every chip without register spills. With `QUANTKIT_AUTOTUNE=1`,
 `triton.autotune` times a few numbers of warps and stages at a kernel's first launch with a shape, and stores the result
-in Triton's disk cache. Decode steps run twice before capture as a graph, so no timing happens during capture.
+in Triton's disk cache. Decode steps run twice before they are captured as a graph, so the capture has no timing.
 Shapes: M rows, N outputs, K inputs.
 """
 
@@ -54,14 +54,14 @@ class Tile:
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# With more than 64 rows, registers could not hold both the sums and the sums of one group.
+# With more than 64 rows, registers could not hold both the total sums and the sums of one group.
 _TILES = {
     8: Tile(rows=8, columns=128, warps=4, stages=3),
     16: Tile(rows=16, columns=128, warps=4, stages=3),
     32: Tile(rows=32, columns=128, warps=8, stages=3),
     64: Tile(rows=64, columns=128, warps=8, stages=3, programs=1),
 }
-# On these chips, tensor cores read their second operand from registers too, so fewer registers are left.
+# Before Hopper, tensor cores read their second operand from registers too, so fewer registers are left.
 _TILES_BEFORE_HOPPER = {**_TILES, 64: Tile(rows=64, columns=64, warps=4, stages=3)}
 MOST_TILE_ROWS = max(_TILES)
 
@@ -106,11 +106,11 @@ def page_tile(
         packed: whether several channels of keys or values share a byte.
     """
     wide = head_dim > 128
-    # With three stages, two tiles are loaded during work on a third; shared memory must hold that for two programs.
+    # With three stages, two tiles are loaded while a third is processed; shared memory must hold them for two programs.
     stages = 3 if chip in _ROOMY and (single or not wide) else 2
     columns = min(page_size, 32 if wide else 64)
     if single:
         return Tile(rows=16, columns=columns, warps=8 if wide else 4, stages=stages)
-    # The registers hold the sums of all rows and, for codes, also the numbers that they are converted to.
+    # The registers hold the sums of all rows and, for quantized tiles, also the numbers that codes are converted to.
     crowded = wide if quantized and not packed else head_dim > 64 and packed
     return Tile(rows=32 if crowded else 64, columns=columns, warps=8 if head_dim > 64 else 4, stages=stages)

@@ -1,4 +1,4 @@
-"""Mixture of experts without synchronizing with the host: torch sorts and sums, two grouped products multiply.
+"""Mixture of experts without synchronizing with the host: torch sorts and sums, and two grouped products multiply.
 
 A pair is a token and one of its experts. `expert_tiles` holds the products; `reference.experts` defines the results.
 Shapes: T tokens, k experts per token, P = T k pairs, E experts, H hidden width, I width of an expert.
@@ -65,7 +65,7 @@ class TritonExperts:
     def run(
         self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None, score: Tensor | None = None
     ) -> Tensor:
-        """Multiply with the chosen experts and sum their outputs.
+        """Multiply x by the weights of its chosen experts and sum their outputs.
 
         Args:
             x: (T, H), T at least 1; not modified.
@@ -101,7 +101,7 @@ def sort(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: str) -> TritonExperts | str:
     """See `ops.linear.stack`."""
     if activation not in GATES:
-        return f"there is no kernel for experts with {activation}"
+        return f"there is no kernel for experts with the activation {activation}"
     stacked: list[PackedWeight] = []
     facts: list[LinearFacts] = []
     for number, linears in enumerate(experts):
@@ -118,7 +118,7 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
                 return f"experts are stored in several ways: expert {number} differs from the experts before it"
             cast(Tensor, stacked[index].outer)[number] = weight.outer
             for whole, one in zip(stacked[index].tensors, weight.tensors, strict=True):
-                # One by one, because two copies of all experts of a layer might not fit the device.
+                # Expert by expert, because two copies of all experts of a layer might not fit in the device's memory.
                 if whole is not None and one is not None:
                     whole[number].copy_(one)
     return TritonExperts(stacked[0], stacked[1], activation, tuple(facts))

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202
-"""Storage of new keys and values in the cache: norm, rotate and store heads in one launch before attention.
+"""Storage of new keys and values in the cache: normalize, rotate and store heads in one launch before attention.
 
 Rounding matches `reference.kv_codes` bit for bit. E4M3 is rounded with integer operations, so that it works on every
-device. Keys that are quantized per channel, and values beside them, are stored after attention by `page_store`.
-Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels, R of them rotate, S tokens per page.
+device. `page_store` stores keys that are quantized per channel, and the values that wait with them, after attention.
+Shapes: B sequences, T new tokens, Hq and Hkv heads, D channels of which R rotate, S tokens per page.
 
 Storing before attention is safe, because attention reads only earlier positions from the cache and takes new tokens
 from `key` and `value`. Shared pages are never written. A later step overwrites rejected drafts, because it
-stores all positions from its first new one on. Padding tokens of a captured batch have slot -1 and are not stored.
+stores all positions from its first new token on. Padding tokens of a captured batch have slot -1 and are not stored.
 """
 
 import triton
@@ -188,13 +188,13 @@ def _enter_kernel(
 def enter(
     states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None
 ) -> States:
-    """Norm and rotate, then store as `reference.attention.store` does, except keys with scales per channel.
+    """Normalize and rotate, then store as `reference.attention.store` does, but leave out what `page_store` stores.
 
     Args:
         states: queries, keys and values with contiguous channels; queries and keys are modified.
         views: pages and residual windows of the layer; modified.
         batch: the batch of the step.
-        options: norms, and the pairing of channels.
+        options: norms, and which channels rotate as pairs.
         angles: cosine and sine (T, R/2) float32; None = no rotation.
     Returns:
         The states.
@@ -202,7 +202,7 @@ def enter(
     layout, norms, (query, key, _) = views.layout, options.norms, states
     cos, sin = (None, None) if angles is None else (one.contiguous() for one in angles)
     half = 0 if cos is None else cos.shape[1]
-    # Queries that are neither normed nor rotated need no programs.
+    # Queries that are neither normalized nor rotated need no programs.
     turned = query.shape[1] if half or norms is not None else 0
     weights = (
         (None, None, 0.0, 0.0) if norms is None else (norms.query, norms.key, float(norms.eps), float(norms.offset))

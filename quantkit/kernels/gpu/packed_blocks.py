@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202
-"""Decoding of packed weight blocks inside a product: words become numbers and are multiplied with a tile of rows.
+"""Decoding of packed weight blocks inside a product: words become numbers, which are multiplied by a tile of rows.
 
 Device functions for `w4a16` and for experts. Two fields become two 16-bit numbers at once: `(word & mask) | magic`
 gives the bits of 2^m + field in both halves, where m is the number of mantissa bits. One subtraction then gives
 `field - zero` exactly. `floats` decodes two float fields at once. The two numbers are neighbours in K and share a
 register, as tensor cores require. Scales are applied once per group, to float32 sums.
-Source: Kim et al. 2022 (magic numbers); Frantar et al. 2024, Marlin (in pairs).
+Source: Kim et al. 2022 (magic numbers); Frantar et al. 2024, Marlin (decoding in pairs).
 Shapes: M rows, N outputs, K inputs.
 """
 

@@ -136,8 +136,8 @@ class PackedWeight:
 
 
 def find_span(weight: QuantizedTensor) -> int | None:
-    """Return the number of words per block that fits the groups with the least padding, the largest if there are
-    several; None if the kernels do not support the weight.
+    """Return the largest number of words per block that fits the groups with the least padding; None if the kernels do
+    not support the weight.
     """
     if weight.scheme.dtype.name not in _FIELD_BITS or weight.group_index is not None:
         return None
@@ -147,7 +147,7 @@ def find_span(weight: QuantizedTensor) -> int | None:
     fields = 32 // _FIELD_BITS[weight.scheme.dtype.name]
     fitting = [span for span in _SPANS if groups == 1 or _fit(width // groups, span, fields)]
     padded = {span: -(-width // (fields * span)) * fields * span for span in fitting}
-    # Padding is read at every step, so with more than a quarter of it, other kernels are better.
+    # Padding is read at every step. If it exceeds a quarter of the inputs, other kernels are better.
     if not padded or min(padded.values()) > 1.25 * width:
         return None
     return min(fitting, key=lambda span: (padded[span], -span))
@@ -178,7 +178,7 @@ def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
     for start in range(0, rows, _ROWS_AT_ONCE):
         fields = _fields(weight.codes[start : start + _ROWS_AT_ONCE].to(device), bits, kind)
         words[start : start + _ROWS_AT_ONCE] = _words(functional.pad(fields, (0, padding)), bits, span)
-    # Groups of the padding, which kernels read like all others.
+    # Number of groups that consist of padding; kernels read them like all others.
     spare = 0 if group == 0 else -(-(width + padding) // group) - groups
     zero = None
     if weight.zero_point is not None:

@@ -2,12 +2,12 @@
 # ruff: noqa: ANN001, ANN202
 """Storage of pages that are quantized when they are complete, in one launch after attention.
 
-Keys with scales per channel stay in the sequence's residual window, in 16 bits, until their page is complete, and so do
-values with scales per token beside them. Attention must read the windows before this step updates them, so these keys
-and values are stored in a launch after attention. Each page that a sequence completes is quantized by one program. Only
-the page that was open has older tokens; its program reads these from the window before it writes the newest tokens
-there. The other programs read only new tokens. So none is read after it has been overwritten, for any number of new
-tokens.
+Keys with scales per channel stay in the sequence's residual window, in 16 bits, until their page is complete. So do the
+layer's values if they have scales per token. Attention must read the windows before this step updates them, so these
+keys and values are stored in a launch after attention. Each page that a sequence completes is quantized by one program.
+Only the page that was open has older tokens. Its program reads them from the window before it writes the newest tokens
+to the window. The other programs read only new tokens. So for any number of new tokens, no token is read after it has
+been overwritten.
 
 Rounding matches `reference.kv_codes` bit for bit.
 """

@@ -35,8 +35,8 @@ from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
 from quantkit.numerics.dtype import FP8
 
 FP8_CAPABILITY = 90
-"""Lowest compute capability (times ten) on which the kernels use the chip's own e4m3 conversion. Ada (89) has one too,
-but triton 3.6 emits a Hopper instruction for it.
+"""Lowest compute capability (times ten) on which the kernels use the chip's own e4m3 conversion. Ada (89) has one
+too, but triton 3.6 emits a Hopper instruction for it.
 """
 
 _BY_HAND = 256.0  # factor by which e4m3 codes decoded by moving bits are too small
@@ -158,7 +158,7 @@ def _attend_kernel(
 def attend(
     states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, out: Tensor, *, single: bool
 ) -> None:
-    """Attend for the sequences with one new token, or for those with several; see `reference.attention`.
+    """Compute attention for the sequences with one new token, or for those with several; see `reference.attention`.
 
     Args:
         states: queries, keys and values with contiguous channels; queries and keys are rotated.
@@ -174,7 +174,7 @@ def attend(
     shape, chip = (layout.head_dim, layout.page_size), capability(query.device)
     packed = any(kind is not None and kind.bits < 8 for kind in kinds)
     tile = choices.page_tile(*shape, chip, single=single, quantized=layout.scheme.is_quantized, packed=packed)
-    # No more rows than the tokens need, so that drafts run shorter than prompts; tensor cores take at least 16.
+    # No more rows than the tokens need, so that drafts take less time than prompts; tensor cores need at least 16.
     rows = max(16, lanes, min(tile.rows, power_of_two(most) * lanes))
     merged, programs = lanes if single else rows, -(-most // (rows // lanes))
     # Splits follow the capacity of the page table, because the lengths of a captured graph are not known here.

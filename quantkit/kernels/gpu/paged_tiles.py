@@ -50,7 +50,7 @@ def page_constants(views: KVViews) -> dict[str, int]:
         constants[f"{side}_KIND"] = (_TURNED_KINDS if is_turned(array.scheme) else _KINDS)[array.scheme.dtype]
         constants[f"{side}_GRANULARITY"] = 0 if array.scheme.dtype is None else _GRANULARITIES[array.scheme.granularity]
         constants[f"{side}_WIDTH"] = width
-        constants[f"{side}_BLOCK"] = max(16, power_of_two(width))  # the minimum of tensor cores
+        constants[f"{side}_BLOCK"] = max(16, power_of_two(width))  # the minimum for tensor cores
     return constants
 
 
@@ -60,7 +60,7 @@ def page_tensors(views: KVViews) -> tuple[Tensor | None, ...]:
 
 
 def fixed(array: PagedArray) -> Tensor:
-    """Return the factor of each head on decoded numbers, (H,) float32; ones if there are no fixed scales."""
+    """Return the factor (H,) float32 by which each head's decoded numbers are multiplied; ones without fixed scales."""
     return _ones(array.codes.shape[1], array.codes.device) if array.fixed is None else array.fixed
 
 

@@ -6,7 +6,7 @@
 | FP8 per output, FP8   | packed        | `torch._scaled_mm`, if it supports the chip and the shape       |
 | all others            | packed        | packed up to 256 rows; above, dequantized to 16 bits for cuBLAS |
 
-Unsupported shapes and chips in the first two lines count as others.
+In the first two lines, shapes and chips that torch does not support are handled as in the last line.
 
 Unquantized inputs are quantized in one launch; a norm or gate may also pass inputs that are already quantized.
 Shapes: T tokens, N outputs, K inputs.
@@ -37,7 +37,7 @@ from quantkit.kernels.types import (
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-_WIDEST = 65536  # most inputs for which products of bytes can be summed in 32 bits
+_WIDEST = 65536  # maximum number of inputs for which products of bytes can be summed in 32 bits
 _QUANTIZED = ("int8", "fp8")
 
 
@@ -49,7 +49,7 @@ def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> Ac
         return ActivationQuantization(name=activation.dtype.name)
     if weight.input_scale is None:
         return None
-    # If kernels are only compiled, tensors are on the meta device, without numbers; any step gives the same program.
+    # For compiling without running, tensors are on the meta device, without numbers; any step gives the same program.
     step = 1.0 if weight.input_scale.is_meta else weight.input_scale.float().item()
     return ActivationQuantization(name=activation.dtype.name, step=step)
 
@@ -80,7 +80,7 @@ class PackedLinear(Linear):
 
     def gated(self, x: Tensor, activation: str) -> Tensor | None:
         """See `Linear`."""
-        # With more rows, cuBLAS multiplies: it has no gates, so they need a launch of their own.
+        # With more rows, cuBLAS multiplies. It has no gates, so they need a separate launch.
         if activation not in GATES or not 0 < len(x) <= TILE_LIMIT:
             return None
         inputs = x.to(self._dtype).contiguous()
@@ -123,14 +123,14 @@ class _QuantizedInputsLinear(Linear):
 
 
 class Int8Linear(_QuantizedInputsLinear):
-    """INT8 weights with one scale per output, INT8 inputs; sums are exact."""
+    """INT8 weights with one scale per output, and INT8 inputs; sums are exact."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
         self._codes, self._scale = source.weight.codes, source.weight.scale.view(-1)
         super().__init__(source, quantization, packing.unpacked(source.weight), torch.float32)
 
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        # If Triton refused the packed product, the few rows lack the padding.
+        # If Triton refused the packed product, the few rows lack the padding that `torch._int_mm` needs.
         missing = int_mm_rows(len(rows)) - len(rows.codes)
         codes = functional.pad(rows.codes, (0, 0, 0, missing)) if missing > 0 else rows.codes
         sums = torch._int_mm(codes, self._codes.t())[: len(rows)]
@@ -138,7 +138,7 @@ class Int8Linear(_QuantizedInputsLinear):
 
 
 class FP8Linear(_QuantizedInputsLinear):
-    """FP8 weights with one scale per output, FP8 inputs, where the chip multiplies them."""
+    """FP8 weights with one scale per output, and FP8 inputs, for chips that multiply FP8."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
         self._codes, self._scale = source.weight.codes, source.weight.scale
@@ -150,7 +150,7 @@ class FP8Linear(_QuantizedInputsLinear):
 
 
 class PackedQuantizedLinear(_QuantizedInputsLinear):
-    """Any packed weight, quantized inputs. With many rows, both are dequantized to 16 bits and then multiplied."""
+    """Any packed weight, and quantized inputs. With many rows, both are dequantized to 16 bits and then multiplied."""
 
     most_packed_rows = TILE_LIMIT
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: ANN001, ANN201, ANN202
-"""Codes of 2 and 3 bits: how they are loaded, and rotated values stored and their sums rotated back.
+"""Codes of 2 and 3 bits: load codes, store rotated values, and rotate sums of rotated values back.
 
-`kernels.layouts` draws how codes share bytes, and `reference.kv_codes` defines the rotation and the rounding.
+`kernels.layouts` shows how codes share bytes, and `reference.kv_codes` defines the rotation and the rounding.
 """
 
 import triton

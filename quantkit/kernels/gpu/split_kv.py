@@ -2,10 +2,10 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 """Splits of a sequence's cached tokens, one program each, and the merge of their partial results.
 
-If there are too few sequences to fill the chip, each is split. The program of a split stores its maximum, its sum and
-its weighted values. The program that finishes last reads all of them, always in the same order, and writes the outputs.
-A sequence with few tokens uses fewer splits than launched programs; the device decides this, so a captured graph stays
-valid.
+If there are too few sequences to fill the chip, each sequence is split. The program of a split stores its maximum, its
+sum and its weighted values. The program that finishes last reads all of them, always in the same order, and writes the
+outputs. A sequence with few tokens uses fewer splits than launched programs; the device decides this, so a captured
+graph stays valid.
 Shapes: ROWS of a program, D channels of a value.
 Source: Dao et al. 2023, Flash-Decoding.
 """
@@ -19,8 +19,8 @@ from quantkit.kernels.gpu import num_processors, power_of_two
 from quantkit.kernels.gpu.choices import Tile
 from quantkit.kernels.gpu.splits import counters, is_last_to_come
 
-_LEAST_TILES = 4  # tiles of a split, at least
-_MOST_SPLITS = 64  # splits of a sequence, at most
+_LEAST_TILES = 4  # minimum number of tiles per split
+_MOST_SPLITS = 64  # maximum number of splits per sequence
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def chunk(rows: int, block: int) -> int:
 
 
 def splits_of_cache(programs: int, tokens: int, tile: Tile, device: torch.device) -> int:
-    """Return the splits per sequence that fill the chip and give each split several tiles; a power of two."""
+    """Return the number of splits per sequence that fills the chip with several tiles per split; a power of two."""
     filling = -(-tile.programs * num_processors(device) // programs)
     longest = power_of_two(-(-tokens // (_LEAST_TILES * tile.columns)))
     return min(power_of_two(filling), longest, _MOST_SPLITS)

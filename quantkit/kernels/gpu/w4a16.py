@@ -3,8 +3,8 @@
 """Products of inputs with packed weights (integers of 2 to 8 bits, floats of 4 or 8 bits), in tiles on tensor cores.
 
 Inputs are floats, or 8-bit codes with a scale per row. If the output tiles do not fill the chip, K is split; the
-program that finishes a tile last sums its splits, always in the same order. `packed_blocks` decodes the words. Source:
-Frantar et al. 2024, Marlin.
+program that finishes a tile last sums its splits, always in the same order. `packed_blocks` decodes the words.
+Source: Frantar et al. 2024, Marlin.
 Shapes: M rows, N outputs, K inputs.
 """
 

@@ -219,4 +219,4 @@ def test_what_asks_the_host_is_not_captured(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "is_used", lambda device: True)
     llm = make(folder, "auto")
     assert "experts" in why_not(llm.model, llm.engine.runner.cache, 64)
-    assert any("no kernel for experts with relu" in note for note in llm.model.notes)
+    assert any("no kernel for experts with the activation relu" in note for note in llm.model.notes)
