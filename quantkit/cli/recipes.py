@@ -92,7 +92,7 @@ def _table(recipes: dict[str, Recipe]) -> Table:
         default = recipe.scheme.default
         activations = "" if default is None or default.activation is None else default.activation.dtype.name
         steps = ", ".join(recipe.steps)
-        weights = "as they are" if default is None else default.weight.describe()
+        weights = "unchanged" if default is None else default.weight.describe()
         if recipe.kv_cache is not None and recipe.kv_cache.scheme.key.dtype is not None:
             weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}{' and others' if recipe.kv_cache.layers else ''}"
         rows.append((name, weights, activations, steps))

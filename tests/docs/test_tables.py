@@ -48,7 +48,7 @@ def test_recipes_md_has_every_shipped_recipe_as_it_is():
         linears, cache = recipe.scheme.default, recipe.kv_cache
         steps = [step if isinstance(step, str) else next(iter(step)) for step in recipe.source["steps"]]
         expected[name] = [
-            "as they are" if linears is None else linears.describe(),
+            "unchanged" if linears is None else linears.describe(),
             "" if cache is None else cache.scheme.describe(),
             " ".join(f"`{step}`" for step in steps) or "none",
         ]
