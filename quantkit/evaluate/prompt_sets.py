@@ -1,8 +1,8 @@
 """Chat prompts of a behaviour test, from the bundled set or a user's file, and checks of the form of an answer.
 
 Each line of a file is a JSON object with `messages` and, if they apply, `tools` (OpenAI's form), `kind` (a name for
-groups of prompts) and `expect`, the form that the prompt asks for. evals/behaviour/make_prompts.py writes the bundled
-set.
+groups of prompts) and `expect`, the form that the prompt asks for. In the bundled set the kinds take turns, so that its
+first prompts are a fair sample of all of them.
 """
 
 import csv
