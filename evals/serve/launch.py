@@ -32,14 +32,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def quantkit(model: str | None, arguments: Sequence[str] = ()) -> Iterator[Server]:
+def quantkit(
+    model: str | None, arguments: Sequence[str] = (), program: Sequence[str] = ("-m", "quantkit")
+) -> Iterator[Server]:
     """Our server.
 
     Args:
         model: checkpoint; None = the demo model.
         arguments: further ones of `quantkit serve`.
+        program: what Python runs.
     """
-    command = [sys.executable, "-m", "quantkit", "serve", *([model] if model else []), "--port", "0"]
+    command = [sys.executable, *program, "serve", *([model] if model else []), "--port", "0"]
     process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
     with _ended(process):
         assert process.stderr is not None
@@ -103,7 +106,7 @@ def _ended(process: subprocess.Popen[str], *, group: bool = False) -> Iterator[N
     finally:
         process.terminate()
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
         if group:

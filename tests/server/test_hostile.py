@@ -1,7 +1,4 @@
-"""Test attacks on the server: costly bodies, host names of other sites, connections that send nothing.
-
-`evals/checks/server_soak.py --hostile` runs all attacks at once, beside good streams.
-"""
+"""Test attacks on the server: costly bodies, host names of other sites, connections that send nothing."""
 
 from __future__ import annotations
 
