@@ -28,16 +28,16 @@ from unittest import mock
 
 import torch
 import triton
-from attention import DECODE, KV_TYPES, PAGE, Case, make_batch
+from attention import DECODE, KV_TYPES, PAGE, Case, decode_batch, make_batch
 from end_to_end import SHORT_PLAN
 from linears import PLAN, SCHEMES, SHAPES, random_weight
 from quantization import two_layers
 from random_model import SHAPES as MODELS
 from random_model import WEIGHTS, make_model
-from recorder import PROCESSORS, Launch, arguments_of, launch_of, pretended
+from recorder import Launch, arguments_of, launch_of, pretended
 from resources import default_jobs
 from results import pack_kernels
-from step_count import META, decode_batch
+from step_count import META
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
@@ -97,8 +97,8 @@ def decode_steps() -> None:
     for weights, cases in SHORT_PLAN:
         model = make_model("8B", weights, META)
         for kv, batch, context in cases:
-            cache = KVCache(model.layouts(kv, PAGE), batch * -(-context // PAGE), batch, META)
-            model.forward(decode_batch(batch, context), cache)
+            step, num_pages = decode_batch(batch, context, "meta")
+            model.forward(step, KVCache(model.layouts(kv, PAGE), num_pages, batch, META))
 
 
 def products() -> None:
@@ -180,7 +180,7 @@ def record(chip: int) -> Iterator[Launch]:
             found.append(launch)
             _launches.append((kernel, given))
 
-    with pretended(keep, chip, PROCESSORS, used=True), torch.inference_mode():
+    with pretended(keep, chip, used=True), torch.inference_mode():
         for work in (checks, decode_steps, products, attention, small_models):
             before = len(found)
             work()

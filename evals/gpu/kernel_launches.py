@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from attention import decode_batch
 from recorder import Recorder
 
 from quantkit.kernels.gpu import packing
@@ -27,6 +28,7 @@ from quantkit.kernels.types import (
 from quantkit.numerics.kv_cache import FP8_TOKEN, INT4_TOKEN, INT8_TOKEN, LayerCache
 from quantkit.numerics.scheme import KVScheme
 
+CONTEXT = 8192
 # Channels of a head, of the models that there are; any number up to 256 runs.
 HEAD_DIMS = (128, 64, 80, 96, 112, 192, 256)
 KV_TYPES = {name: kv_scheme(name) for name in ("auto", "fp8", "int8", "int4")}
@@ -139,22 +141,6 @@ def _launch_quantization(recorder: Recorder, dtype: torch.dtype) -> None:
     scale_sums(meta(64, outputs, dtype=torch.int32), meta(64, 1, dtype=torch.float32), scale, None, dtype)
 
 
-def _batch(count: int) -> ForwardBatch:
-    long = {"dtype": torch.int64}
-    return ForwardBatch(
-        token_ids=meta(count, **long),
-        positions=meta(count, **long),
-        query_starts=meta(count + 1, dtype=torch.int32),
-        page_table=meta(count, 128, dtype=torch.int32),
-        slots=meta(count, **long),
-        residual_rows=meta(count, **long),
-        logit_rows=meta(count, **long),
-        query_lengths=(1,) * count,
-        context_lengths=(8192,) * count,
-        sequence_ids=tuple(range(count)),
-    )
-
-
 def launch_attention(recorder: Recorder, dtype: torch.dtype) -> None:
     """Paged decode, chunks and the store: KV types, head widths, options."""
     plain = AttentionOptions(scale=0.1)
@@ -182,9 +168,10 @@ def _launch_layer(
     states = meta(count, 32, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype), meta(count, 8, dim, dtype=dtype)
     out = meta(count, 32, dim, dtype=dtype)
     recorder.label = f"{label}, batch {count}"
-    paged_attention.attend(states, views, _batch(count), options, out, single=True)
+    step, _ = decode_batch(count, CONTEXT, "meta")
+    paged_attention.attend(states, views, step, options, out, single=True)
     recorder.label = f"{label}, chunks"
-    chunks = replace(_batch(count), query_lengths=(512,) * count)
+    chunks = replace(step, query_lengths=(512,) * count)
     paged_attention.attend(states, views, chunks, options, out, single=False)
     if windows:
         page_store.store_waiting(*states[1:], views, chunks)
@@ -193,10 +180,10 @@ def _launch_layer(
         drafts = replace(chunks, query_lengths=(5,))
         paged_attention.attend(states, views, drafts, options, out, single=False)
     if count > 1 and options.window is None:
-        _launch_entries(recorder, label, states, views)
+        _launch_entries(recorder, label, states, views, step)
 
 
-def _launch_entries(recorder: Recorder, label: str, states: States, views: KVViews) -> None:
+def _launch_entries(recorder: Recorder, label: str, states: States, views: KVViews, step: ForwardBatch) -> None:
     """Norm, rotation and store."""
     from quantkit.kernels.gpu import kv_store
 
@@ -208,7 +195,7 @@ def _launch_entries(recorder: Recorder, label: str, states: States, views: KVVie
         angles = (meta(count, half, dtype=torch.float32),) * 2
         options = AttentionOptions(scale=0.1, interleaved=interleaved, norms=normed)
         recorder.label = label + ("" if normed is None else ", norms")
-        kv_store.enter(states, views, _batch(count), options, angles)
+        kv_store.enter(states, views, step, options, angles)
 
 
 # Experts: name, bits, group, zeros, what fields and scales are.

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- gpu: made by evals/gpu/page.py -->", "<!-- gpu: end -->"
 PARTS = (
-    "machine",
     "smoke",
     "main_job",
     "tests",
@@ -32,7 +31,6 @@ PARTS = (
     "end_to_end",
     "peer",
     "quantization",
-    "greedy",
     "sanitizer",
 )
 # Who else multiplies the same numbers; the first part of a name that fits.
@@ -163,8 +161,6 @@ def bench_lines(run: Run) -> Iterator[str]:
     gptq = {"kind": "", "samples": "samples", "sequence_length": "tokens", "layer_seconds": "s per layer"}
     gptq |= {"predicted_layer_seconds": "predicted"}
     yield from _table("Quantization", run.rows("quantization"), {**gptq, "model_minutes": "min, 32 layers"})
-    text = {"way": "how", "prompts": "texts", "same": "same", "ties": "ties", "judged": "judged"}
-    yield from _table("Greedy text: GPU compared with CPU", run.rows("greedy"), {"weights": "", "kv": "KV", **text})
     columns = {"kind": "", "errors": "errors", "tests_passed": "tests"}
     yield from _table("compute-sanitizer", run.rows("sanitizer"), columns)
 

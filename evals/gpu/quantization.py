@@ -30,8 +30,6 @@ from quantkit.compress.pipeline.events import Listener
 from quantkit.results import LayerRecord
 
 LAYERS = 32
-# Imported late, when a checkpoint is written.
-NEEDS = ("accelerate", "compressed_tensors")
 _TOKENIZER = Path(quantkit.__file__).parent / "demo" / "model"
 
 

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 import quantkit.kernels.gpu as kernels
 
-PROCESSORS = 132
+PROCESSORS = 132  # multiprocessors of the device that is pretended
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -101,17 +101,15 @@ class Recorder:
 
 
 @contextmanager
-def pretended(
-    record: Callable[..., None], chip: int, processors: int = PROCESSORS, *, used: bool = False
-) -> Iterator[None]:
+def pretended(record: Callable[..., None], chip: int, *, used: bool = False) -> Iterator[None]:
     """Hand every launch to `record` in place of making it, while open, as on a GPU.
 
     Args:
         record: takes what `JITFunction.run` takes.
-        chip, processors: compute capability, multiprocessors.
+        chip: compute capability.
         used: tensors on any device are for the kernels.
     """
-    given: dict[str, Any] = {"num_processors": lambda device: processors, "capability": lambda device: chip}
+    given: dict[str, Any] = {"num_processors": lambda device: PROCESSORS, "capability": lambda device: chip}
     with ExitStack() as stack:
         stack.enter_context(
             mock.patch.object(JITFunction, "run", lambda kernel, *v, **named: record(kernel, *v, **named))

@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import triton
@@ -101,59 +100,37 @@ class Store:
         partial.replace(path)  # whole at any moment, so that a run can be killed and the next goes on
 
 
+def _compiled(launch: Launch, target: int) -> triton.compiler.CompiledKernel:
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
+
+
 def compile_one(launch: Launch, target: int) -> Resources:
     """Compile for a chip and read what the assembler says."""
-    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     try:
-        done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
+        done = _compiled(launch, target)
     except Exception as error:  # compilers raise whatever they like
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
         return Resources(launch.name, launch.label, target, 0, 0, 0, f"{type(error).__name__}: {lines[-1][:160]}")
-    registers, spills = _usage(done.asm["cubin"])
-    return Resources(launch.name, launch.label, target, registers, done.metadata.shared, spills)
+    said = _disassembled(done.asm["cubin"], "-res-usage")
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    # A stack may be there for other reasons; a spill is a store to it.
+    stores = _disassembled(done.asm["cubin"], "-sass") if numbers.get("STACK") else ""
+    spills = len(re.findall(r"\bSTL\b", stores))
+    return Resources(launch.name, launch.label, target, numbers.get("REG", 0), done.metadata.shared, spills)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled kernel.
-
-    Args:
-        code: of the machine, disassembled.
-        registers: of a thread.
-        shared: bytes of a block.
-    """
-
-    code: str
-    registers: int
-    shared: int
-
-    @cached_property
-    def names(self) -> list[tuple[int, str, str]]:
-        """Address, name and text of each instruction; not of what fills the memory after the last."""
-        lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", self.code)
-        named = [(int(at, 16), re.sub(r"^@!?U?P\w+\s+", "", text).split()[0], text) for at, text in lines]
-        return [line for line in named if line[1] != "NOP"]
-
-    @property
-    def loops(self) -> list[list[str]]:
-        """Names of the instructions of each loop, in the order in which loops end."""
-        bodies = []
-        for at, _, text in self.names:
-            jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
-            if jump and int(jump[1], 16) < at:
-                bodies.append([name for where, name, _ in self.names if int(jump[1], 16) <= where <= at])
-        return bodies
-
-
-def compiled(launch: Launch, target: int) -> Compiled:
-    """A launch compiled for a chip."""
-    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
-        file.flush()
-        code, usage = disassembled("-sass", file.name), disassembled("-res-usage", file.name)
-    return Compiled(code, int(re.search(r"REG:(\d+)", usage)[1]), done.metadata.shared)  # type: ignore[index]
+def compiled_loops(launch: Launch, target: int) -> list[list[str]]:
+    """Names of the instructions of each loop of a kernel compiled for a chip, in the order in which loops end."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", _disassembled(_compiled(launch, target).asm["cubin"], "-sass"))
+    named = [(int(at, 16), re.sub(r"^@!?U?P\w+\s+", "", text).split()[0], text) for at, text in lines]
+    bodies = []
+    for at, _, text in named:
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            # NOPs fill the memory after the last instruction.
+            bodies.append([name for where, name, _ in named if int(jump[1], 16) <= where <= at and name != "NOP"])
+    return bodies
 
 
 def compile_all(work: Sequence[tuple[Launch, int]], jobs: int) -> Iterator[tuple[Launch, Resources]]:
@@ -178,22 +155,13 @@ def _compile_number(index: int) -> tuple[int, Resources]:
     return index, compile_one(*_WORK[index])
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and how many instructions put one into memory."""
+def _disassembled(cubin: bytes, what: str) -> str:
+    """Output of the disassembler that comes with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = disassembled("-res-usage", file.name)
-        numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
-        # A stack may be there for other reasons; a spill is a store to it.
-        spills = len(re.findall(r"\bSTL\b", disassembled("-sass", file.name))) if numbers.get("STACK") else 0
-    return numbers.get("REG", 0), spills
-
-
-def disassembled(*arguments: str) -> str:
-    """Output of the disassembler that comes with Triton."""
-    command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def page() -> str:

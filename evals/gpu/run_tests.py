@@ -13,7 +13,6 @@ import pytest
 from results import GO_ON, Results
 from timing import ROOT, is_lost, open_results, parse, refuse_torch
 
-NEEDS = ("xdist", "tests.conftest")
 ON_GPU, INTERPRETED = "tests/kernels/gpu/test_on_gpu.py", "tests/kernels/gpu/interpreted/test_norms.py"
 # Words in names of tests, in the order in which they run; all others come last.
 ORDER = ("engine", "graphs", "bfloat16", "attention", "drafts", "heads", "draws", "experts", "norms", "rotary", "gated")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import importlib
 import json
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -42,20 +40,6 @@ def test_families_that_fail_are_rows(evals, tmp_path, monkeypatch):
     assert smoke.verdict(torch.device("cpu"), "ops") == {"verdict": "right"}
     with pytest.raises(AssertionError, match="SIGSEGV"):
         smoke.verdict(torch.device("cpu"), "attention")
-
-
-def test_a_part_whose_import_ends_its_process_fails_alone(evals, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "part_dies.py").write_text("import os\nos.kill(os.getpid(), 9)")
-    (tmp_path / "part_lacks.py").write_text("import no_such_library")
-    (tmp_path / "part_good.py").write_text("NEEDS = ('json',)")
-    with contextlib.ExitStack() as pools:
-        checks = evals("machine").check_all(["part_dies", "part_lacks", "part_good"], pools)
-        with pytest.raises(BrokenProcessPool):
-            checks["part_dies"].result(100)
-        with pytest.raises(ImportError, match=r"no_such_library.*wheels\.sh"):
-            checks["part_lacks"].result(100)
-        assert checks["part_good"].result(100) == {"imported": True}
 
 
 def test_a_kernel_that_triton_refuses_is_an_error(evals, monkeypatch):
@@ -97,24 +81,11 @@ def test_a_step_whose_logits_are_not_finite_is_no_figure(evals):
 
 
 @pytest.mark.slow
-def test_the_tests_of_a_short_sanitizer_exist(evals):
-    tests = [f"tests/kernels/gpu/test_on_gpu.py::{test}" for test in evals("sanitizer").SHORT]
+def test_the_tests_of_the_sanitizer_exist(evals):
+    tests = evals("sanitizer").TESTS
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *tests]
     done = subprocess.run(command, cwd=GPU.parents[1], capture_output=True, text=True, check=False)
     assert done.stdout.count("test_on_gpu.py::") == len(tests), done.stdout
-
-
-def test_memory_is_checked_in_a_call_with_time_for_it(evals, tmp_path, monkeypatch):
-    sanitizer = evals("sanitizer")
-    monkeypatch.setenv("RESULTS", str(tmp_path))
-    monkeypatch.setattr(signal, "signal", lambda *values: None)
-    monkeypatch.setattr(
-        sanitizer, "parse", lambda seconds, **switches: SimpleNamespace(device="cpu", seconds=150, short=False)
-    )
-    monkeypatch.setattr(sanitizer, "check", lambda *values: pytest.fail("begun"))
-    with pytest.raises(SystemExit) as ended:
-        sanitizer.main()
-    assert ended.value.code == evals("results").GO_ON
 
 
 def test_rows_of_several_threads_are_written_one_after_another(evals, tmp_path, monkeypatch):
@@ -281,25 +252,12 @@ def test_a_machine_without_git_has_a_commit_all_the_same(evals, monkeypatch):
     assert timing.describe("cpu")["commit"] == "0123abc"
 
 
-def test_a_checkpoint_is_asked_for_by_each_way(evals, tmp_path, monkeypatch):
-    greedy = evals("greedy")
-    maker = tmp_path / "maker.py"
-    maker.write_text("import sys\nprint('noise', file=sys.stderr)\nsys.exit('cannot' if 'bad' in sys.argv[2] else 0)")
-    monkeypatch.setattr(greedy, "__file__", str(maker))
-    checkpoints = greedy.Checkpoints(["good", "bad", "", "good"], tmp_path)
-    assert [checkpoints.path("good") for _ in range(2)] == [tmp_path / "good"] * 2
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="not made: cannot"):
-            checkpoints.path("bad")
-    assert checkpoints.path("") is None
-
-
 def test_folders_that_name_no_device_are_of_no_gpu(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(GPU.parent))
     page = importlib.import_module("pages").generator("gpu/page.py")
     for name, kept in {"scale": {"one": []}, "gpu": {"meta": {"device": "Test GPU"}}}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "machine.json").write_text(json.dumps(kept))
+        (tmp_path / name / "smoke.json").write_text(json.dumps(kept))
     assert page.gpu_folders(tmp_path) == [tmp_path / "gpu"]
 
 

@@ -23,7 +23,7 @@ WHOLE = """
 import json, sys
 sys.path.insert(0, "evals/gpu")
 from compile_check import differences, everything, to_compile
-from resources import Store, compile_all, compiled, default_jobs
+from resources import Store, compile_all, compiled_loops, default_jobs
 launches = everything()
 chosen = to_compile(launches)
 uncovered = []
@@ -50,7 +50,7 @@ for launch, found in compile_all(list(sample.values()), default_jobs()):
 def loop_of(rows):
     (launch,) = {one.key: one for (_, chip), one in launches.items()
                  if chip == 90 and one.label == f"int4 g128, {rows} rows, bf16"}.values()
-    loop = [name.split(".")[0] for name in max(compiled(launch, 90).loops, key=len)]
+    loop = [name.split(".")[0] for name in max(compiled_loops(launch, 90), key=len)]
     constants = {launch.kernel.arg_names[path[0]]: value for path, value in launch.constants.items()}
     weights = constants["BLOCK_N"] * constants["SPAN"] * (32 // constants["BITS"])
     per_weight = 32 * launch.options["num_warps"] * len(loop) / weights
