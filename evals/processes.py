@@ -6,14 +6,19 @@ Standard library only: what is said of a child's memory begins with that of its 
 from __future__ import annotations
 
 import os
+import resource
+import select
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ALONE = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}  # for the Python of another environment
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2"}  # fewer than two, of which one loads, it refuses
@@ -90,6 +95,58 @@ def run_measured(
         others_cpu_s=round(max(_busy_seconds() - busy - cpu_s, 0), 2),
         said=lines[-1] if lines else "",
     )
+
+
+def run_forked(
+    work: Callable[[], object], *, stdout: Path, stderr: Path, limit_s: float | None = None, limit_bytes: int = 0
+) -> tuple[int | None, int]:
+    """Call in a child that has the imports of this process, and leaves without what its parent has to tidy up.
+
+    Args:
+        work: called; what it raises makes the exit code 1, but for SystemExit.
+        stdout, stderr: files of the child's output, written anew; may be one.
+        limit_s: after which it and what it has begun are killed; None = never.
+        limit_bytes: of its data; 0 = any.
+    Returns:
+        exit code, negative = the signal that ended it, None = killed after `limit_s`; the most resident bytes.
+    """
+    sys.stdout.flush()  # else the child would write it again
+    ended, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ended)
+        os.setsid()
+        _leave(work, stdout, stderr, limit_bytes)
+    os.close(written)
+    # The other end of the pipe is closed when the child is gone, and whatever it has begun.
+    in_time = bool(select.select([ended], [], [], limit_s)[0])
+    os.close(ended)
+    if not in_time:
+        os.killpg(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    return os.waitstatus_to_exitcode(status) if in_time else None, usage.ru_maxrss * 1024
+
+
+def _leave(work: Callable[[], object], stdout: Path, stderr: Path, limit_bytes: int) -> NoReturn:
+    """The child's part: call, and end the process."""
+    code: object = 1
+    try:
+        for number, path in ((1, stdout), (2, stderr)):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        if limit_bytes:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+        work()
+        code = 0
+    except SystemExit as left:
+        code = left.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def cpu_seconds(process: int, thread: int | None = None) -> float:

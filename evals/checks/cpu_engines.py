@@ -1,11 +1,11 @@
-"""Which of our checkpoints OpenVINO and ONNX Runtime GenAI load on a CPU, and whether they compute what is stored.
+"""Which of our checkpoints other engines load on a CPU, and whether they compute what is stored.
 
-    python evals/checks/cpu_engines.py WORK --engine openvino --python PYTHON
-    python evals/checks/cpu_engines.py WORK --engine onnxruntime --python PYTHON
+    python evals/checks/cpu_engines.py WORK --engine openvino|onnxruntime|gptqmodel|llama.cpp --python PYTHON
 
-PYTHON: of an environment with `optimum-intel` and `openvino-genai`, or with `onnxruntime-genai`. Checkpoints of the
-demo model are loaded the way each engine's documentation says (`cpu_engines_serve.py`), in float32, and continue 10
-beginnings greedily; rows are kept in evals/results/cpu_engines. *agrees*: texts part only where transformers, of the
+PYTHON: of an environment with `optimum-intel` and `openvino-genai`, with `onnxruntime-genai`, with `gptqmodel` or with
+`llama-cpp-python`. Checkpoints of the demo model are loaded the way each engine's documentation says
+(`engine_serve.py`), in float32 (GPTQModel: float16), and continue 10 beginnings greedily; rows are kept in
+evals/results/cpu_engines. *agrees*: texts part only where transformers, of the
 values that are stored and in float32, prefers its token by at most `GAP`, and log-probabilities, where the engine
 tells them, differ by at most `NEAR` on average. *other numbers*: they do not. *refused*: with what the engine said.
 Both must be what `quantkit.engine_rules` says beforehand, which stands beside them; otherwise the exit code is 1.
@@ -30,21 +30,32 @@ import vllm_cpu_models as models
 
 from quantkit.results import EngineReading
 
-SERVE = Path(__file__).with_name("cpu_engines_serve.py")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cpu_engines"
 CASES = (
     *("", " as gguf", "gptq-int4", "gptq-int4 as gptq", "gptq-int4 as gptq-v2", "gptq-int4 as dense"),
     *("awq-int4 as awq", "rtn-int4 as gguf", "w8a8-int8", "fp8-dynamic", "nvfp4", "mxfp4"),
 )
+# Engines that read only some formats, as other cases would not be asked of them.
+FORMATS = {
+    "gptqmodel": ("gptq-int4 as gptq", "gptq-int4 as gptq-v2", "awq-int4 as awq"),
+    "llama.cpp": (" as gguf", "rtn-int4 as gguf"),
+}
+# Whose rules foretell what an engine does, if they are not called like it.
+RULES = {"gptqmodel": "transformers"}
+PACKAGES = {
+    "openvino": ("openvino", "optimum-intel"),
+    "onnxruntime": ("onnxruntime-genai",),
+    "gptqmodel": ("gptqmodel",),
+    "llama.cpp": ("llama-cpp-python",),
+}
 GAP, NEAR = 0.2, 0.02
-LIMIT_S = 900
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--engine", required=True, choices=("openvino", "onnxruntime"))
+    parser.add_argument("--engine", required=True, choices=PACKAGES)
     parser.add_argument("--python", required=True, type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,16 +63,17 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     source = models.write_source("demo", folder / "source")
     texts = vllm_cpu.write_texts(source, folder.with_name("demo.json"))
-    rows = []
-    for case in CASES:
+    rows, rules = [], RULES.get(options.engine, options.engine)
+    for case in FORMATS.get(options.engine, CASES):
         checkpoint, dense = _checkpoint(case, source, folder)
-        answer = _ask(options, [checkpoint, source, texts], folder / f"{options.engine}-{checkpoint.name}.answer.json")
+        file = folder / f"{options.engine}-{checkpoint.name}.answer.json"
+        (answer,) = vllm_cpu.ask(options.engine, options.python, source, texts, {file: checkpoint})
         name = case if case.partition(" as ")[0] else f"unquantized{case}"
-        said = models.foretold(None, case, options.engine)
+        said = models.foretold(None, case, rules)
         row = {"case": name, **judge(answer, dense, json.loads(texts.read_text()))}
         rows.append({**row, "ours": f"{said.reads}: {said.reason}", "foretold": is_foretold(row, said)})
         print(json.dumps(rows[-1]), flush=True)
-        made = {"commit": provenance.commit(), "engine": _version(options)}
+        made = {"commit": provenance.commit(), "engine": _version(options), "rules": rules}
         vllm_cpu.write_rows(RESULTS / f"{options.engine}.json", made, rows)
     sys.exit(not all(row["foretold"] for row in rows))
 
@@ -96,18 +108,6 @@ def _gguf_file(checkpoint: Path, name: Path, type_name: str | None = None) -> Pa
     return file
 
 
-def _ask(options: argparse.Namespace, files: list[Path], output: Path) -> dict[str, Any]:
-    """What the engine says, in a process of its own; an answer that is there is kept."""
-    if not output.exists():
-        command = [options.python, SERVE, options.engine, *files, output]
-        try:
-            with output.with_suffix(".log").open("w") as log:
-                subprocess.run(command, stdout=log, stderr=log, timeout=LIMIT_S, check=True)
-        except subprocess.SubprocessError as error:
-            output.write_text(json.dumps({"error": f"the process ended: {error}"[:300]}))
-    return json.loads(output.read_text())
-
-
 def judge(answer: dict[str, Any], dense: Path, texts: list[list[int]]) -> dict[str, Any]:
     """Verdict and figures of a row."""
     if "error" in answer:
@@ -130,7 +130,7 @@ def is_foretold(row: dict[str, Any], said: EngineReading) -> bool:
 
 
 def _version(options: argparse.Namespace) -> str:
-    names = {"openvino": ("openvino", "optimum-intel"), "onnxruntime": ("onnxruntime-genai",)}[options.engine]
+    names = PACKAGES[options.engine]
     said = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {names}), sep=', ')"
     return subprocess.check_output([options.python, "-c", said], text=True).strip()
 

@@ -20,9 +20,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
-import select
-import signal
 import sys
 import tempfile
 import time
@@ -30,6 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from processes import run_forked
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -171,56 +172,26 @@ def row(name: str, *, recipes: list[str], limit: float) -> dict[str, Any]:
     """One row, made in a child."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        code = _supervise(name, Path(folder), recipes, limit)
-        result = Path(folder) / "row.json"
+        result, stdout, stderr = (Path(folder) / part for part in ("row.json", "stdout", "stderr"))
+        work = partial(_make, name, Path(folder) / "work", recipes, result)
+        code, _ = run_forked(work, stdout=stdout, stderr=stderr, limit_s=limit, limit_bytes=LIMIT_BYTES)
         if result.exists():
             done = json.loads(result.read_text())
         else:
-            last = (Path(folder) / "stderr").read_text(errors="replace").strip().splitlines()[-1:]
+            last = stderr.read_text(errors="replace").strip().splitlines()[-1:]
             how = f"more than {limit:g} s" if code is None else f"ended with {code}"
             done = {"built": "yes", "decoder": "yes", "recipes": {}, "crashed": " ".join([how, *last])[:300]}
     seconds = round(time.monotonic() - began, 1)
     return {**done, "asked": sorted(recipes), "seconds": seconds, "versions": versions()}
 
 
-def _supervise(name: str, folder: Path, recipes: list[str], limit: float) -> int | None:
-    """Exit code of a child; None after a hang."""
-    ended, written = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setsid()
-            os.close(ended)
-            _child(name, folder, recipes)
-        finally:
-            os._exit(7)
-    os.close(written)
-    ready = select.select([ended], [], [], limit)[0]
-    os.close(ended)
-    if not ready:
-        os.killpg(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    return os.waitstatus_to_exitcode(status) if ready else None
-
-
-def _child(name: str, folder: Path, recipes: list[str]) -> None:
+def _make(name: str, work: Path, recipes: list[str], result: Path) -> None:
     import model_row
 
-    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-    for number, stream in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT), number)
-    work = folder / "work"
     work.mkdir()
-    try:
-        done = model_row.make_row(name, work, recipes)
-        (folder / "row.new").write_text(json.dumps(done))
-        (folder / "row.new").rename(folder / "row.json")
-        os._exit(0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
+    done = model_row.make_row(name, work, recipes)
+    result.with_suffix(".new").write_text(json.dumps(done))
+    result.with_suffix(".new").rename(result)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,16 @@ import importlib
 import os
 import pkgutil
 import resource
-import select
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from processes import run_forked
 
 LIMIT_BYTES, LIMIT_FILES = 2 << 30, 256
 # What commands import late; children that have it from their parent cost a quarter.
@@ -44,15 +47,15 @@ def import_all() -> None:
 
 def run_command(folder: Path, *arguments: str, to: str = "/dev/null", fault: str = "") -> None:
     """A command in a child, as all are; a fault `FILE:N` kills it before that file is written for the n-th time."""
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            _enter(folder, folder / to, Path("/dev/null"))
-            _kill_at(*fault.split(":")) if fault else None
-            _main(arguments)
-        os._exit(7)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (-9 if fault else 0), f"preparing with {arguments} ended with {status}"
+
+    def work() -> None:
+        _enter(folder)
+        if fault:
+            _kill_at(*fault.split(":"))
+        _main(arguments)
+
+    code, _ = run_forked(work, stdout=folder / to, stderr=Path("/dev/null"))
+    assert code == (-signal.SIGKILL if fault else 0), f"preparing with {arguments} ended with {code}"
 
 
 def _kill_at(name: str, moment: str) -> None:
@@ -69,52 +72,29 @@ def _kill_at(name: str, moment: str) -> None:
 
 def supervise(folder: Path, arguments: tuple[str, ...], limit: float, plant: str | None) -> tuple[int | None, int]:
     """Exit code, None after a hang, and the most bytes that were resident."""
-    ended, written = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(ended)
-            os.setsid()
-            _enter(folder / "work", folder / "stdout", folder / "stderr")
-            resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT_FILES, LIMIT_FILES))
-            resource.setrlimit(resource.RLIMIT_DATA, (2 * LIMIT_BYTES, 2 * LIMIT_BYTES))
-            if plant:
-                _plant(plant)
-            _main(arguments)
-        finally:
-            os._exit(7)
-    os.close(written)
-    ready = select.select([ended], [], [], limit)[0]
-    os.close(ended)
-    if not ready:
-        os.killpg(child, signal.SIGKILL)
-    _, status, usage = os.wait4(child, 0)
-    return os.waitstatus_to_exitcode(status) if ready else None, usage.ru_maxrss * 1024
+
+    def work() -> None:
+        _enter(folder / "work")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT_FILES, LIMIT_FILES))
+        if plant:
+            _plant(plant)
+        _main(arguments)
+
+    outputs = {"stdout": folder / "stdout", "stderr": folder / "stderr"}
+    return run_forked(work, **outputs, limit_s=limit, limit_bytes=2 * LIMIT_BYTES)
 
 
-def _enter(work: Path, stdout: Path, stderr: Path) -> None:
+def _enter(work: Path) -> None:
     os.chdir(work)
     os.environ["HOME"] = os.environ["XDG_CACHE_HOME"] = str(work / "home")
-    for number, path in ((1, stdout), (2, stderr)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
 
 
 def _main(arguments: tuple[str, ...]) -> None:
-    """The command line; leaves the child without what its parent has to tidy up."""
+    """The command line."""
     from quantkit.cli import main as command_line
 
     _stand_in(arguments[0])
-    code: Any = 7
-    try:
-        command_line(list(arguments))
-    except SystemExit as left:
-        code = left.code or 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    command_line(list(arguments))
 
 
 def _stand_in(command: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import tiny_models
 import torch
 from likeness import put_changed, put_decoded
+from make_random_llama import write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -143,7 +144,7 @@ def _source(spec: tiny_models.Spec, folder: Path) -> tuple[Truth | None, str]:
     config = json.loads((folder / "config.json").read_text())
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config))
-    tiny_models.save_tokenizer(folder)
+    write_tokenizer(folder)
     loaded, keys = _load(spec, folder)
     truth = Truth(loaded)
     if keys or not _equal(truth.logits, _logits(model, _prompt())):

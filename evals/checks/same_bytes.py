@@ -20,7 +20,6 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -30,10 +29,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from processes import run_forked
 
 Record = dict[str, Any]
 
@@ -256,19 +260,10 @@ def command_line(*arguments: str) -> None:
 
 def fork(function: Callable[..., None], *arguments: Any) -> tuple[int, str, str]:
     """Call in a process that has the imports of this one and nothing else; exit code, stdout, stderr."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-
-        def child() -> None:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            function(*arguments)
-
-        process = multiprocessing.get_context("fork").Process(target=child)
-        process.start()
-        process.join()
-        out.seek(0)
-        err.seek(0)
-        return process.exitcode or 0, out.read(), err.read()
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder) / name for name in ("stdout", "stderr"))
+        code, _ = run_forked(partial(function, *arguments), stdout=out, stderr=err)
+        return code or 0, out.read_text(), err.read_text()
 
 
 def said(result: Record) -> Record:

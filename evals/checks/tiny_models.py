@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -376,15 +375,3 @@ def _liven(name: str, parameter: torch.Tensor) -> None:
         parameter.normal_(std=WIDTH**-0.5) if broken or not parameter.any() else None
     elif spread < WIDTH**-0.5 and "embed" not in name:
         parameter.mul_(WIDTH**-0.5 / spread)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """One id for each byte, after <s> and </s>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)

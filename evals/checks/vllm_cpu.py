@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import provenance
 
 HERE = Path(__file__).resolve().parent
-LOCK, SERVE = HERE / "vllm_cpu.lock", HERE / "vllm_cpu_serve.py"
+LOCK, SERVE = HERE / "vllm_cpu.lock", HERE / "engine_serve.py"
 RESULTS = HERE.parent / "results" / "vllm"
 Row = dict[str, Any]
 TEXTS, LENGTH, PROMPT = 10, 60, 20
@@ -129,18 +129,24 @@ def _model_rows(name: str, work: Path, python: Path, recipes: list[str]) -> list
 
 
 def serve(cases: list[Case], source: Path, work: Path, python: Path) -> list[Row]:
-    """What vLLM says of each; answers that are there are kept."""
+    """What vLLM says of each."""
     texts = write_texts(source, work / f"{cases[0].model}.json")
-    files = [work / f"{case.key}-{models.digest(case.checkpoint, texts)}.answer.json" for case in cases]
+    files = {work / f"{case.key}-{models.digest(case.checkpoint, texts)}.json": case.checkpoint for case in cases}
+    return ask("vllm", python, source, texts, files)
+
+
+def ask(engine: str, python: Path, source: Path, texts: Path, files: dict[Path, Path]) -> list[Row]:
+    """What an engine in another environment says of checkpoints, by the file of its answer; those there are kept."""
+    shared = {"source": str(source), "texts": str(texts)}
     asked = [
-        {"checkpoint": str(case.checkpoint), "texts": str(texts), "output": str(file), "stderr": f"{file}.log"}
-        for case, file in zip(cases, files, strict=True)
+        {"checkpoint": str(checkpoint), "output": str(file), **shared}
+        for file, checkpoint in files.items()
         if not file.exists()
     ]
     if asked:
-        listed = work / f"{cases[0].model}.cases.json"
+        listed = texts.with_suffix(f".{engine}-cases.json")
         listed.write_text(json.dumps(asked))
-        subprocess.run([python, SERVE, listed], check=True)
+        subprocess.run([python, SERVE, engine, listed], check=True)
     return [json.loads(file.read_text()) for file in files]
 
 

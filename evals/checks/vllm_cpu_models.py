@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from make_random_llama import write_tokenizer
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tokenizer
 from torch import Tensor
 
 from quantkit.engine_rules import StoredModel, judge
@@ -64,7 +64,7 @@ def write_source(name: str, folder: Path) -> Path:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**_SIZES, **MODELS[name]}))
         _fill(model)
         model.to(torch.bfloat16).save_pretrained(folder)
-        save_tokenizer(folder)
+        write_tokenizer(folder)
     return folder
 
 

@@ -155,7 +155,7 @@ def _others_refusals(results: list[dict[str, Any]]) -> Iterator[str]:
         said: dict[tuple[str, str], list[str]] = {}
         for row in result["rows"]:
             if row["verdict"] != "agrees":
-                key = _reason(result["name"], row), row.get("reason", "")
+                key = _reason(result["made"].get("rules", result["name"]), row), row.get("reason", "")
                 said.setdefault(key, []).append(f"`{row['case']}`")
         for (rule, words), cases in said.items():
             quoted = f' Its message: "{textwrap.shorten(words, _QUOTED, placeholder="...")}"' if words else ""
