@@ -20,7 +20,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -247,3 +247,13 @@ def machine_class() -> str:
 def table_line(cells: Iterable[object]) -> str:
     """One row of a table in Markdown."""
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(head: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown."""
+    return "\n".join([table_line(head), "|---" * len(head) + "|", *map(table_line, rows)])
+
+
+def read_results(folder: Path, pattern: str = "*.json") -> dict[str, Any]:
+    """What the files of a folder hold, by their names without the end."""
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(pattern))}

@@ -12,7 +12,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import MARK, table_line
+from provenance import MARK, table
 from rows import METHODS, MODELS, NUMBERS, REASONS, Model, Wanted, peer_rows, recipe, wanted
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
@@ -35,7 +35,7 @@ from `evals/results/accuracy/*.json`, and each figure comes from a run.
     python evals/accuracy/run.py --work DIR                                  # measure the demo model
     python evals/accuracy/run.py --work DIR --models DIR --data DIR          # measure the other models too
     python evals/accuracy/peers.py --work DIR --llm-compressor PYTHON ...    # measure other tools
-    python evals/accuracy/score.py CHECKPOINT [OTHER] --baseline MODEL --text FILE   # score your own checkpoints
+    quantkit verify CHECKPOINT --baseline MODEL --text FILE --suite none     # score your own checkpoints
 
 **How we measure.** quantkit's runtime reads every checkpoint from disk and computes in float32, whichever tool wrote
 it. The text is cut into windows of 256 positions: BOS and 255 tokens. All tokens after BOS are scored. *KL* is the
@@ -89,11 +89,11 @@ def render(results: Path = RESULTS) -> str:
 
 def _methods() -> list[str]:
     """Steps of our methods, as a recipe has them."""
-    lines = ["## quantkit's methods", "", "| method | steps of the recipe |", "|---|---|"]
+    lines = []
     for name, steps in METHODS.items():
         text = yaml.safe_dump(steps, default_flow_style=True, width=1000).strip() if steps else "none"
-        lines.append(table_line([name, f"`{text}`"]))
-    return [*lines, ""]
+        lines.append([name, f"`{text}`"])
+    return ["## quantkit's methods", "", table(("method", "steps of the recipe"), lines), ""]
 
 
 def _model(model: Model, own: Rows, peers: Rows) -> str:
@@ -103,11 +103,11 @@ def _model(model: Model, own: Rows, peers: Rows) -> str:
     tasks = _original_tasks(original) if any(_asked((*mine, *theirs)) for *_, mine, theirs in groups) else ""
     lines = [f"## {model.name}", "", f"{about} {_perplexity(original):.4f}{tasks}.", ""]
     ours = [row for _, _, mine, _ in groups for row in mine]
-    lines += ["### quantkit's best method and the best peer", "", *_summary(groups), "", _standing([groups])]
+    lines += ["### quantkit's best method and the best peer", "", _summary(groups), "", _standing([groups])]
     lines += [*_behind(model, original, groups), "", _coverage(model, own, peers), "", *_stale_lines(ours)]
     for name, form, mine, theirs in groups:
         if mine or theirs:
-            lines += [f"### {model.name}, {_title(name, form)}", "", *_table(original, mine, theirs), ""]
+            lines += [f"### {model.name}, {_title(name, form)}", "", _table(original, mine, theirs), ""]
     return "\n".join(lines)
 
 
@@ -204,13 +204,10 @@ def _title(name: str, symmetric: bool) -> str:
     return f"{numbers.bits} bits {place}{inputs}, {'symmetric' if symmetric else 'with zero points'}"
 
 
-def _summary(groups: list[Group]) -> list[str]:
+def _summary(groups: list[Group]) -> str:
     """Our best row by KL against the best peer in either column."""
-    lines = [
-        "| numbers | quantkit's best by KL | perplexity | best peer by perplexity | sign "
-        "| KL x 1000 | best peer by KL | sign |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("numbers", "quantkit's best by KL", "perplexity", "best peer by perplexity", "sign")
+    lines = []
     for name, form, mine, theirs in groups:
         if not mine:
             continue
@@ -223,8 +220,8 @@ def _summary(groups: list[Group]) -> list[str]:
             cells += [_mark(difference(best.kl, by_kl.kl))]
         else:
             cells += ["not measured", "", _thousandths(_kl(best)), "not measured", ""]
-        lines.append(table_line(cells))
-    return lines
+        lines.append(cells)
+    return table((*head, "KL x 1000", "best peer by KL", "sign"), lines)
 
 
 def _standing(models: list[list[Group]]) -> str:
@@ -276,35 +273,24 @@ def _coverage(model: Model, own: Rows, peers: Rows) -> str:
     return " ".join([counts, *(f"There are no rows of {tool}: {why}." for tool, why in model.without.items())])
 
 
-def _table(original: Row, mine: list[Row], theirs: list[Row]) -> list[str]:
+def _table(original: Row, mine: list[Row], theirs: list[Row]) -> str:
     by_ppl = min(theirs, key=_perplexity) if theirs else None
     by_kl = theirs[0] if theirs else None
     asked = _asked((*mine, *theirs))
     tasks = ["tasks"] if asked else []
     head = ["tool", "method", "perplexity", "sign", "KL x 1000", "sign", "same top token", *tasks, "CPU s", "peak MB"]
-    lines = [table_line(head), table_line(["---"] * len(head))]
+    lines = []
     for row in sorted([*mine, *theirs], key=_kl):
         loss, kl = difference(row.nll, original.nll), interval(row.kl)
         reach = _perplexity(row) * (loss.high - loss.mean)
         own = row in mine
         ppl_mark = _mark(difference(row.nll, by_ppl.nll)) if own and by_ppl else ""
         kl_mark = _mark(difference(row.kl, by_kl.kl)) if own and by_kl else ""
-        lines.append(
-            table_line(
-                [
-                    f"**{row.tool}**" if own else row.tool,
-                    _method(row),
-                    f"{_perplexity(row):.4f} ± {reach:.4f}",
-                    ppl_mark,
-                    f"{_thousandths(kl.mean)} ± {_thousandths(kl.high - kl.mean)}",
-                    kl_mark,
-                    f"{100 * row.top1:.2f} %",
-                    *([_tasks(row, original)] if asked else []),
-                    *_cost(row),
-                ]
-            )
-        )
-    return lines
+        cells = [f"**{row.tool}**" if own else row.tool, _method(row)]
+        cells += [f"{_perplexity(row):.4f} ± {reach:.4f}", ppl_mark]
+        cells += [f"{_thousandths(kl.mean)} ± {_thousandths(kl.high - kl.mean)}", kl_mark, f"{100 * row.top1:.2f} %"]
+        lines.append([*cells, *([_tasks(row, original)] if asked else []), *_cost(row)])
+    return table(head, lines)
 
 
 def _cost(row: Row) -> list[str]:
@@ -326,14 +312,11 @@ def _where(results: Path) -> list[str]:
                     key = (row.taken.date, row.taken.machine or "not kept", versions or "not kept")
                     runs.setdefault(key, Counter())[row.taken.commit] += 1
     lines = [
-        "## Machines, dates and commits",
-        "",
-        "| date | machine | versions | rows by commit |",
-        "|---|---|---|---|",
+        [*key, ", ".join(f"{commit}: {count}" for commit, count in sorted(commits.items()))]
+        for key, commits in sorted(runs.items())
     ]
-    for key, commits in sorted(runs.items()):
-        lines.append(table_line([*key, ", ".join(f"{commit}: {count}" for commit, count in sorted(commits.items()))]))
-    return [*lines, ""]
+    head = ("date", "machine", "versions", "rows by commit")
+    return ["## Machines, dates and commits", "", table(head, lines), ""]
 
 
 def _perplexity(row: Row) -> float:

@@ -1,6 +1,4 @@
-"""Perplexity and mean KL of quantized models on one text, by one fixed protocol, with intervals; pairs compared.
-
-    python evals/accuracy/score.py QUANTIZED [ANOTHER ...] --baseline ORIGINAL --text FILE [--max-windows 400] [--json]
+"""Perplexity and mean KL of quantized models on one text, by one fixed protocol, with intervals.
 
 Protocol: the text is tokenized once without special tokens and cut into chunks of (window - 1) ids, a last shorter one
 dropped; BOS goes in front of each. Chunks of a model without BOS are whole windows. Weights and arithmetic are float32.
@@ -17,14 +15,10 @@ real when its 95 % interval leaves out zero.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,82 +173,6 @@ def _blocks(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(math.fsum(values[at : at + size]) / size for at in range(0, len(values), size))
 
 
-def load(path: str | Path, threads: int = 1) -> LLM:
-    """A model, computing in float32."""
-    return load_llm(str(path), dtype="float32", threads=threads)
-
-
-def summary(found: Score) -> dict[str, Any]:
-    """Numbers of one model: perplexity and KL with their intervals."""
-    nll, kl = interval(found.nll), interval(found.kl)
-    return {
-        "ppl": found.perplexity,
-        "ppl_interval": [math.exp(nll.low), math.exp(nll.high)],
-        "kl": kl.mean,
-        "kl_interval": [kl.low, kl.high],
-        "top1": found.top1,
-        "windows": found.windows,
-        "tokens": found.tokens,
-    }
-
-
-def compared(value: Score, other: Score) -> dict[str, Any]:
-    """Paired differences `value` - `other` of nll and KL, and what they mean for the perplexity."""
-    nll, kl = difference(value.nll, other.nll), difference(value.kl, other.kl)
-    scale = other.perplexity
-    return {
-        "ppl": value.perplexity - scale,
-        "ppl_interval": [scale * math.expm1(nll.low), scale * math.expm1(nll.high)],
-        "kl": kl.mean,
-        "kl_interval": [kl.low, kl.high],
-        "verdict": {"ppl": _WORDS[nll.sign], "kl": _WORDS[kl.sign]},
-    }
-
-
-_WORDS = {-1: "better", 0: "level", 1: "worse"}
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="checkpoints; the second and later are compared with the first")
-    parser.add_argument("--baseline", required=True, help="the original")
-    parser.add_argument("--text", required=True, type=Path)
-    parser.add_argument("--window", type=int, default=WINDOW)
-    parser.add_argument("--max-windows", type=int, default=MAX_WINDOWS)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Score, compare, print."""
-    args = arguments()
-    original = load(args.baseline, args.threads)
-    text = args.text.read_text(encoding="utf-8")
-    windows = read_windows(original, text, window=args.window, max_windows=args.max_windows)
-    models = [load(path, args.threads) for path in args.models]
-    found = score([*models, original], original, windows)
-    names = [*args.models, "original"]
-    rows = [{"model": name, **summary(one)} for name, one in zip(names, found, strict=True)]
-    pairs = [
-        {"model": name, "against": names[0], **compared(one, found[0])}
-        for name, one in zip(names[1:-1], found[1:-1], strict=True)
-    ]
-    if args.json:
-        print(json.dumps({"scores": rows, "differences": pairs}))
-        return
-    for row in rows:
-        low, high = row["kl_interval"]
-        print(
-            f"{row['model']}: ppl {row['ppl']:.4f}  KL {row['kl']:.5f} [{low:.5f}, {high:.5f}]  top1 {row['top1']:.4f}"
-        )
-    for row in pairs:
-        print(f"{row['model']} minus {row['against']}:")
-        for key in ("ppl", "kl"):
-            low, high = row[f"{key}_interval"]
-            print(f"    {key} {row[key]:+.5f} [{low:+.5f}, {high:+.5f}] {row['verdict'][key]}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def load(path: str | Path) -> LLM:
+    """A model, computing in float32 with one thread."""
+    return load_llm(str(path), dtype="float32", threads=1)

@@ -9,8 +9,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import provenance
 from measure_cost import BEFORE, RESULTS, changed, read_entries
-from provenance import MARK, table_line
+from provenance import MARK
 from works import OURS, WORKS, Work, key
 
 BUSY = 0.1  # of a row's own CPU seconds that other processes may take
@@ -19,6 +20,7 @@ Entry = dict[str, Any]
 LINEARS = ((2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (5632, 2048), (2048, 5632))
 SETS = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))  # outputs, inputs
 NUM_LAYERS = 2
+COUNTED = ("work", "TFLOP done", "TFLOP needed", "done / needed", "s in layers", "share of matrix rate")
 NOTHING = (
     "No cost has been measured yet. `evals/cost/measure_cost.py` measures quantkit, llm-compressor, GPTQModel and\n"
     "auto-round."
@@ -54,15 +56,11 @@ def _section(entries: dict[str, Entry]) -> list[str]:
     machine = " or ".join(sorted({entry["taken"]["machine"] for entry in entries.values()}))
     rates = next((entry["rates"] for entry in entries.values() if "rates" in entry), {})
     said = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items())
-    lines = [
-        f"**{machine}**; large products: {said}" if said else f"**{machine}**",
-        "",
-        "| work | tool | wall s | CPU s | peak MB | ours / best peer: wall / CPU / peak | limit | goal |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for work in WORKS:
-        lines += (table_line(cells) for cells in _rows(work, entries))
-    return [*lines, *_notes(entries), *_arithmetic(entries), *_where(entries)]
+    title = f"**{machine}**; large products: {said}" if said else f"**{machine}**"
+    compared = "ours / best peer: wall / CPU / peak"
+    head = ("work", "tool", "wall s", "CPU s", "peak MB", compared, "limit", "goal")
+    made = provenance.table(head, [cells for work in WORKS for cells in _rows(work, entries)])
+    return [title, "", made, *_notes(entries), *_arithmetic(entries), *_where(entries)]
 
 
 def readme_sentence(folder: Path = RESULTS) -> str:
@@ -173,9 +171,7 @@ def _arithmetic(entries: dict[str, Entry]) -> list[str]:
         "*TFLOP needed*: the operations that the method cannot avoid. *Share of matrix rate*: the time that this",
         "machine takes for the same number of operations in large products, divided by the time in layers.",
         "",
-        "| work | TFLOP done | TFLOP needed | done / needed | s in layers | share of matrix rate |",
-        "|---|---|---|---|---|---|",
-        *(table_line(_counted(work, entry)) for work, entry in counted),
+        provenance.table(COUNTED, [_counted(work, entry) for work, entry in counted]),
     ]
 
 

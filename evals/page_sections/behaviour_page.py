@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from provenance import table_line
+import provenance
 
 RESULTS = Path(__file__).parents[1] / "results/behaviour"
 METHODS = {"rtn": "RTN", "gptq": "GPTQ", "awq": "AWQ"}
@@ -19,7 +15,7 @@ LAST = ("tokens per answer", "mean of tasks", "perplexity ratio", "KL on text", 
 
 def table() -> str:
     """A table per model, and what each shows."""
-    return "\n\n".join(_model(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(RESULTS.glob("*.json")))
+    return "\n\n".join(map(_model, provenance.read_results(RESULTS).values()))
 
 
 def _model(result: dict[str, Any]) -> str:
@@ -29,15 +25,14 @@ def _model(result: dict[str, Any]) -> str:
     head = ("weights", *(f"margin `{kind}`" for kind in kinds), "flips", *(RATES[name] for name in rates), *LAST)
     acts = [_percent(original["rates"][name]) for name in rates]
     first = ("original", *"1" * len(kinds), "0 %", *acts, f"{original['tokens']:.0f}", _mean(original), *"100")
-    lines = [table_line(head), "|---" * len(head) + "|", table_line(first)]
-    lines += [_line(row, kinds, rates) for row in rows]
+    made = provenance.table(head, [first, *(_line(row, kinds, rates) for row in rows)])
     commits = ", ".join(sorted({row["stamp"]["commit"] for row in rows}))
     about = (
         f"{result['about']}. Groups of 64; {counts['samples']} calibration sequences; {counts['prompts']} prompts with "
         f"one answer each, at most 128 tokens; {counts['items']} items of each of arc_easy, piqa and winogrande; 4,096 "
         f"tokens of WikiText-2's test text. *: differs from the original (95 %, paired). Commits {commits}."
     )
-    return "\n".join([*lines, "", about, "", _finding(rows, kinds, counts["items"])])
+    return "\n".join([made, "", about, "", _finding(rows, kinds, counts["items"])])
 
 
 def _finding(rows: list[dict[str, Any]], kinds: list[str], items: int) -> str:
@@ -57,7 +52,7 @@ def _order(row: dict[str, Any]) -> tuple[int, int]:
     return -int(bits), list(METHODS).index(method)
 
 
-def _line(row: dict[str, Any], kinds: list[str], rates: list[str]) -> str:
+def _line(row: dict[str, Any], kinds: list[str], rates: list[str]) -> tuple[str, ...]:
     method, bits = row["row"].split("-")
     margins = [_ratio(_margins(row)[kind]) for kind in kinds]
     acts = [_percent(row["rates"][name]) + _mark(row, f"behaviour: {name}") for name in rates]
@@ -65,7 +60,7 @@ def _line(row: dict[str, Any], kinds: list[str], rates: list[str]) -> str:
     tasks = _mean(row) + _mark(row, "all tasks")
     perplexity = f"{row['perplexity_ratio']:.3g}" + _mark(row, "perplexity: wikitext2/test.raw.txt")
     figures = (tokens, tasks, perplexity, f"{row['kl']:.3f}", f"{row['kl_of_answers']:.3f}")
-    return table_line((f"int{bits}, {METHODS[method]}", *margins, f"{100 * row['flips']:.1f} %", *acts, *figures))
+    return (f"int{bits}, {METHODS[method]}", *margins, f"{100 * row['flips']:.1f} %", *acts, *figures)
 
 
 def _percent(rate: float) -> str:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import click
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from provenance import table_line
+from provenance import table
 
 from quantkit.cli import REGISTRY
 from quantkit.cli._options import settings_of
@@ -45,10 +40,10 @@ def _section(options: list[click.Option]) -> str:
 
 
 def _table(options: list[click.Option]) -> str:
-    return "\n".join([table_line(HEAD), "|---" * len(HEAD) + "|", *map(_line, options)])
+    return table(HEAD, map(_cells, options))
 
 
-def _line(option: click.Option) -> str:
+def _cells(option: click.Option) -> tuple[str, str, str]:
     """Return the row of an option: what `--help` says, with the default in a column of its own and without ranges."""
     record = option.get_help_record(click.Context(click.Command("any")))
     assert record is not None, option.name
@@ -57,7 +52,7 @@ def _line(option: click.Option) -> str:
     notes = [note.strip("[]") for note in notes]
     default = next((note.removeprefix("default: ") for note in notes if re.match("default: |required", note)), "")
     assert "<" not in does, f"{flags}: {does}"  # it would be read as HTML
-    return table_line((_flags(flags), _code(default), does))
+    return _flags(flags), _code(default), does
 
 
 def _flags(text: str) -> str:

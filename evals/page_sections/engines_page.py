@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import provenance
 
@@ -37,10 +34,6 @@ SERVED = (
 )
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(map(provenance.table_line, (head, ["---"] * len(head), *rows)))
-
-
 def rules() -> str:
     """How each engine reads what recipes make, by its rules."""
     known = [(find_engine(name)[0], name.partition(":")[2]) for name in ENGINES]
@@ -49,7 +42,7 @@ def rules() -> str:
     for title, name, changes in SERVED:
         model = _stored(load(name, changes))
         rows.append([title, *(_on_gpus(engine, model) for engine in ENGINES)])
-    return _markdown(head, rows)
+    return provenance.table(head, rows)
 
 
 def _on_gpus(engine: str, model: StoredModel) -> str:
@@ -84,7 +77,7 @@ def vllm() -> str:
 def verified() -> str:
     """What `verify` and `eval` say by vLLM and by our engine: answers item by item, where the KL lies, gates."""
     head = ["", "items", "answered differently", "KL by our engine", "KL by vLLM", "KL by vLLM, with noise", "gates"]
-    return _markdown(head, [_compared(row) for row in newest("verify")])
+    return provenance.table(head, [_compared(row) for row in newest("verify")])
 
 
 def _compared(row: dict[str, Any]) -> list[str]:
@@ -112,7 +105,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
     cases = sorted({row["case"] for row in rows}, key=lambda case: (case != "unquantized", case))
     known = {(row["model"], row["case"]): row for row in rows}
     head = ["", *(NAMES.get(model, model) for model in models)]
-    return _markdown(head, [[f"`{case}`", *(_cell(known.get((model, case))) for model in models)] for case in cases])
+    return provenance.table(
+        head, [[f"`{case}`", *(_cell(known.get((model, case))) for model in models)] for case in cases]
+    )
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -141,11 +136,11 @@ def _refusals(rows: list[dict[str, Any]]) -> str:
 
 def others() -> str:
     """What other CPU engines did with exports of the demo model."""
-    results = [{"name": file.stem, **json.loads(file.read_text())} for file in sorted(OTHERS.glob("*.json"))]
+    results = [{"name": name, **result} for name, result in provenance.read_results(OTHERS).items()]
     cases = list(dict.fromkeys(row["case"] for result in results for row in result["rows"]))
     known = [{row["case"]: row for row in result["rows"]} for result in results]
     head = ["", *(result["made"]["engine"] for result in results)]
-    table = _markdown(head, [[f"`{case}`", *(_seen(rows.get(case)) for rows in known)] for case in cases])
+    table = provenance.table(head, [[f"`{case}`", *(_seen(rows.get(case)) for rows in known)] for case in cases])
     return "\n".join([table, "", *_others_refusals(results)])
 
 

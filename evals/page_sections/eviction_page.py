@@ -6,13 +6,10 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from provenance import known_rows
+import provenance
 
 RESULTS = Path(__file__).parents[1] / "results/eviction"
 SHARES = (0.5, 0.25, 0.125)
@@ -48,23 +45,24 @@ def table() -> str:
     """The part of the page."""
     known = rows()
     kept = " · ".join(f"{100 * share:g}" for share in SHARES)
-    lines = [f"| Kept: {kept} % | " + " | ".join(TASKS.values()) + " |", "|---" * (len(TASKS) + 1) + "|"]
+    lines = []
     for who in dict.fromkeys(row["who"] for row in known):
         cells = []
         for task in TASKS:
             own = {r["share"]: r["value"] for r in known if r["who"] == who and (r["model"], r["task"]) == task}
             shares = (1.0,) if who.startswith("full") else SHARES
             cells.append(" · ".join(_figure(own.get(share)) for share in shares))
-        lines.append(f"| {who} | " + " | ".join(cells) + " |")
+        lines.append([who, *cells])
     cases = " to ".join(map(str, sorted({row["cases"] for row in known})))
     origin = f"Each figure covers {cases} cases. quantkit: {_origin('ours')}. Presses: {_origin('presses')}."
-    return "\n".join([*lines, "", origin, "", _users(), ""])
+    made = provenance.table([f"Kept: {kept} %", *TASKS.values()], lines)
+    return "\n".join([made, "", origin, "", _users(), ""])
 
 
 def _origin(name: str) -> str:
     """Return the commits of a file's rows, its date and the versions of the packages."""
     about = _read(name)["about"]
-    commits = ", ".join(sorted({row["commit"] for row in known_rows(RESULTS / f"{name}.json")}))
+    commits = ", ".join(sorted({row["commit"] for row in provenance.known_rows(RESULTS / f"{name}.json")}))
     versions = (f"{which} {version}" for which, version in about["versions"].items())
     return ", ".join([f"commit {commits}", about["date"], *versions])
 

@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
 
 from every_model import RECIPES, ROOT, read, verdict
+from provenance import table
 
 PAGE, RESULTS = ROOT / "docs/models.md", ROOT / "evals/results/models"
 TASKS = {"causal": "causal language models", "image-text": "image-text models, run on text"}
@@ -147,16 +148,14 @@ def _table(group: Mapping[str, Any], kind: str) -> str:
         return _reasons(group, "built")
     recipes = [name for name in RECIPES if any(name in row["recipes"] for row in group.values())]
     head = ["Model", "Class", "Native", "Share", *(f"`{name}`" for name in recipes)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for name, row in group.items():
         entries = row["recipes"]
         share = next((f"{100 * entry['share']:.0f} %" for entry in entries.values() if "share" in entry), "")
         native = "yes" if row.get("source", {}).get("native") else ""
         shown = [entries.get(recipe, {}).get("verdict", "") for recipe in recipes]
         lines.append([f"`{name}`", row["class"], native, share, *shown])
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    reasons = _reasons(group, "")
-    return f"{table}\n\n{reasons}" if reasons else table
+    return "\n\n".join(filter(None, (table(head, lines), _reasons(group, ""))))
 
 
 def _reasons(group: Mapping[str, Any], entry: str) -> str:

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import provenance
+
 RESULTS = Path(__file__).parents[1] / "results/mtp"
 
 
@@ -17,26 +19,28 @@ def table() -> str:
     kept = _read("acceptance")
     settings, rows = kept["settings"], kept["rows"]
     heads = ["model", "head", *(f"draft {number + 1}" for number in range(settings["max_drafts"])), "all drafts"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        rates = (f"{100 * rate:.1f} %" for rate in (*row["by_position"], row["acceptance"]))
-        lines.append(f"| {row['model_bits']} bit | {row['head_bits']} bit | {' | '.join(rates)} |")
+    cells = [
+        (f"{row['model_bits']} bit", f"{row['head_bits']} bit", *(f"{100 * rate:.1f} %" for rate in _rates(row)))
+        for row in rows
+    ]
     drafts = [row["drafts"] for row in rows]
     notes = (
         f"Accepted shares of {min(drafts):,} to {max(drafts):,} drafts per row: {settings['prompts']} prompts of "
         f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} new tokens each, greedy, float32. Texts were "
         f"equal with and without drafts in every row, greedy and sampled. {_taken(kept)}."
     )
-    return "\n".join([*lines, "", notes, "", *_speed(), ""])
+    return "\n".join([provenance.table(heads, cells), "", notes, "", *_speed(), ""])
+
+
+def _rates(row: dict[str, Any]) -> list[float]:
+    return [*row["by_position"], row["acceptance"]]
 
 
 def _speed() -> list[str]:
     kept = _read("speed")
     settings = kept["settings"]
-    lines = [
-        "| model | weights | acceptance | without drafts | with drafts | gain | gain if the engine chooses |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ("model", "weights", "acceptance", "without drafts", "with drafts", "gain", "gain if the engine chooses")
+    lines = []
     for row in kept["rows"]:
         rates, gains = row["tokens_per_s"], row["gain"]
         cells = (
@@ -47,7 +51,7 @@ def _speed() -> list[str]:
             f"{rates['drafted']:,.0f} tokens/s",
             *("{:.2f} ({:.2f} to {:.2f})".format(*gains[name]) for name in ("drafted", "chosen")),
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     note = (
         f"One sequence at a time, float32, {settings['threads']} thread, {settings['max_drafts']} drafts per step; "
         f"medians of {settings['rounds']} rounds in turns, with the least and the greatest. A head has one layer, so "
@@ -55,7 +59,7 @@ def _speed() -> list[str]:
         "has more layers that add zero and feed-forward channels that no layer reads: it computes the same, and a step "
         f"costs what that of a larger model costs. {_taken(kept)}."
     )
-    return [*lines, "", note]
+    return [provenance.table(head, lines), "", note]
 
 
 def _taken(kept: dict[str, Any]) -> str:

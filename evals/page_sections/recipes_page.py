@@ -5,21 +5,21 @@ Standard library only.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
+
+import provenance
 
 RESULTS = Path(__file__).parents[1] / "results/recipes"
 
 
 def table() -> str:
     """The part of the page."""
-    kept = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))}
+    kept = provenance.read_results(RESULTS)
     rows = {name: {row["recipe"]: row for row in data["rows"]} for name, data in kept.items()}
-    lines = [f"| recipe | {' | '.join(rows)} |", "|---" * (len(rows) + 1) + "|"]
-    for recipe in sorted({recipe for found in rows.values() for recipe in found}):
-        lines.append(f"| {recipe} | {' | '.join(_cell(found.get(recipe)) for found in rows.values())} |")
+    recipes = sorted({recipe for found in rows.values() for recipe in found})
+    cells = [(recipe, *(_cell(found.get(recipe)) for found in rows.values())) for recipe in recipes]
     note = (
         "*written*: the checkpoint was written, but its quality was not measured. `16x256` in a name: calibrated on "
         "16 sequences of 256 tokens instead of the recipe's own settings. *worse*: linears whose error, measured on "
@@ -28,11 +28,12 @@ def table() -> str:
         "recipe "
         f"that do not hold. {_refusals(kept)}[Script](../evals/accuracy/every_recipe.py)."
     )
-    origin = ["| model | last measured | commits | machines |", "|---|---|---|---|"]
-    origin += [
-        f"| {name} | {data['about']['date']} | {_commits(data)} | {_machines(data)} |" for name, data in kept.items()
-    ]
-    return "\n".join([*lines, "", note, "", *origin, ""])
+    origin = [(name, data["about"]["date"], _commits(data), _machines(data)) for name, data in kept.items()]
+    tables = (
+        provenance.table(("recipe", *rows), cells),
+        provenance.table(("model", "last measured", "commits", "machines"), origin),
+    )
+    return f"{tables[0]}\n\n{note}\n\n{tables[1]}\n"
 
 
 def _cell(row: dict[str, Any] | None) -> str:

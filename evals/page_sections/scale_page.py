@@ -6,19 +6,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from provenance import MARK, code_digest, digest, source
+from provenance import MARK, code_digest, digest, source, table
 
 from quantkit.compress.recipe import load, shipped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/scale"
-KILLED = ((1, 2), (2, 1))  # ranks of the job that is killed, and of the one that ends it
 TALK = "quantkit.distributed.collectives"
 Row = dict[str, Any]
 
@@ -40,17 +36,17 @@ def bytes_table() -> str:
     measured: dict[str, Row] = json.loads((RESULTS / "bytes.json").read_text(encoding="utf-8"))
     rows = {key: row for key, row in measured.items() if key.split()[1] in shipped()}  # some were withdrawn since
     models = list(dict.fromkeys(key.split()[0] for key in rows))
-    lines = [f"| Recipe | {' | '.join(models)} |", "|---" * (1 + len(models)) + "|"]
-    for recipe in sorted({key.split()[1] for key in rows}):
-        lines.append(
-            f"| `{recipe}` | " + " | ".join(_cell(rows.get(f"{name} {recipe}"), recipe) for name in models) + " |"
-        )
-    stale = "\n".join(lines).count(MARK)
-    lines += [
-        "",
-        f"{MARK} Measured before the last change of the code that decides the bytes: {stale} of {len(rows)} cells.",
-    ] * bool(stale)
-    return "\n".join([*lines, "", _killed(rows)])
+    made = table(
+        ("Recipe", *models),
+        [
+            (f"`{recipe}`", *(_cell(rows.get(f"{name} {recipe}"), recipe) for name in models))
+            for recipe in sorted({key.split()[1] for key in rows})
+        ],
+    )
+    if stale := made.count(MARK):
+        made += f"\n\n{MARK} Measured before the last change of the code that decides the bytes: "
+        made += f"{stale} of {len(rows)} cells."
+    return f"{made}\n\n{_killed(rows)}"
 
 
 def _killed(rows: dict[str, Row]) -> str:
@@ -81,22 +77,26 @@ def _cell(row: Row | None, recipe: str) -> str:
 def speed_table() -> str:
     """Several ranks beside one, as measured."""
     rows = _rows()
-    lines = [
-        "| Work | Ranks | Whole, s | Layers, s | Speedup, whole | Speedup, layers "
-        "| Collectives per rank, share of layers | Peak MB per rank |",
-        "|---" * 8 + "|",
-    ]
+    head = ("Work", "Ranks", "Whole, s", "Layers, s", "Speedup, whole", "Speedup, layers")
+    head += ("Collectives per rank, share of layers", "Peak MB per rank")
+    cells = []
     for row in rows.values():
         one = rows[f"{row['work']} 1"]
         faster = ["", ""] if row is one else [f"{one[key] / row[key]:.2f} ×" for key in ("wall_s", "layers_s")]
         talked = "" if row is one else " · ".join(f"{value / row['layers_s']:.0%}" for value in row["collectives_s"])
-        figures = f"{row['ranks']} | {row['wall_s']:.1f} | {row['layers_s']:.1f} | {' | '.join(faster)}"
+        figures = (row["ranks"], f"{row['wall_s']:.1f}", f"{row['layers_s']:.1f}", *faster)
         peaks = " · ".join(map(str, row["peak_mb"]))
         stale = "" if row.get("code", "none kept") == row_code(row) else f" {MARK}"
-        lines.append(f"| `{row['work']}`{stale} | {figures} | {talked} | {peaks} |")
+        cells.append((f"`{row['work']}`{stale}", *figures, talked, peaks))
+    made = table(head, cells)
+    if MARK in made:
+        made += f"\n\n{MARK} Measured before the last change of the code behind this row."
+    return f"{made}\n\n{_taken(rows)}"
+
+
+def _taken(rows: dict[str, Row]) -> str:
     taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
-    lines += ["", f"{MARK} Measured before the last change of the code behind this row."] * (MARK in "".join(lines))
-    return "\n".join([*lines, "", f"Commit {'. Commit '.join(sorted(taken))}."])
+    return f"Commit {'. Commit '.join(sorted(taken))}."
 
 
 def _rows() -> dict[str, Row]:
@@ -109,19 +109,14 @@ def verify_table() -> str:
     rows: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if not rows:
         return ""
-    lines = [
-        "| Ranks | Whole, s | Answering, s | Answers per s of answering | Answers per s of whole "
-        "| Speedup, answering | Speedup, whole |",
-        "|---" * 7 + "|",
-    ]
+    head = ("Ranks", "Whole, s", "Answering, s", "Answers per s of answering", "Answers per s of whole")
+    cells = []
     one = rows["verify 1"]
     for row in rows.values():
         rates = [row["answers"] / row[key] for key in ("answering_s", "wall_s")]
         faster = ["", ""] if row is one else [f"{one[key] / row[key]:.2f} ×" for key in ("answering_s", "wall_s")]
-        figures = f"{row['wall_s']:.1f} | {row['answering_s']:.1f} | {rates[0]:.0f} | {rates[1]:.0f}"
-        lines.append(f"| {row['ranks']} | {figures} | {' | '.join(faster)} |")
-    taken = {"{commit}, {date}; {machine}".format_map(row["taken"]) for row in rows.values()}
+        figures = (f"{row['wall_s']:.1f}", f"{row['answering_s']:.1f}", f"{rates[0]:.0f}", f"{rates[1]:.0f}")
+        cells.append((row["ranks"], *figures, *faster))
+    made = table((*head, "Speedup, answering", "Speedup, whole"), cells)
     equal = "equal" if len({row["digest"] for row in rows.values()}) == 1 else "**different**"
-    return "\n".join(
-        [*lines, "", f"The reports are {equal}, except for times. Commit {'. Commit '.join(sorted(taken))}."]
-    )
+    return f"{made}\n\nThe reports are {equal}, except for times. {_taken(rows)}"

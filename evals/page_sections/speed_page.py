@@ -6,13 +6,10 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from provenance import table_line
+import provenance
 
 RESULTS = Path(__file__).parents[1] / "results/runtime_speed"
 HEAD = ("engine", "threads", "prefill tok/s", "decode tok/s", "MB", "bandwidth")
@@ -22,8 +19,7 @@ OURS = "quantkit W4A16, int8 head"
 
 def tables() -> str:
     """The part of the page: a table per model and machine."""
-    known = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
-    return "\n".join(line for result in known for line in _table(result)).rstrip("\n")
+    return "\n".join(map(_table, provenance.read_results(RESULTS).values())).rstrip("\n")
 
 
 def readme_sentence() -> str:
@@ -49,7 +45,7 @@ def _speed(name: str) -> str:
     )
 
 
-def _table(result: dict[str, Any]) -> list[str]:
+def _table(result: dict[str, Any]) -> str:
     taken, rows = result["taken"], result["rows"]
     peer = result.get("peer", PEER)
     peers = {row["threads"]: row for row in rows if row["engine"] == peer}
@@ -57,23 +53,17 @@ def _table(result: dict[str, Any]) -> list[str]:
     version = next(row["version"] for row in rows if "version" in row)
     used = [name for name in ("AVX512_BF16", "AMX_INT8") if f"{name} = 1" in about]
     narrow = "; quantkit with AVX2 only" if result["avx2"] else ""
-    return [
-        f"**{result['model']}** on {taken['machine']}{narrow}",
-        "",
-        table_line((*HEAD, f"prefill, decode / {peer}")),
-        "|---" * (len(HEAD) + 1) + "|",
-        *(_line(row, peers[row["threads"]]) for row in rows),
-        "",
+    head = (*HEAD, f"prefill, decode / {peer}")
+    return (
+        f"**{result['model']}** on {taken['machine']}{narrow}\n\n"
+        f"{provenance.table(head, [_cells(row, peers[row['threads']]) for row in rows])}\n\n"
         f"Medians of {result['rounds']} rounds; commit {taken['commit']}, torch {taken['versions']['torch']}, "
-        f"llama-cpp-python {version} built with {' and '.join(used) or 'AVX2'}.",
-        "",
-    ]
+        f"llama-cpp-python {version} built with {' and '.join(used) or 'AVX2'}.\n"
+    )
 
 
-def _line(row: dict[str, Any], peer: dict[str, Any]) -> str:
+def _cells(row: dict[str, Any], peer: dict[str, Any]) -> tuple[str, ...]:
     size = f"{row['bytes'] / 1e6:.0f}" if "bytes" in row else ""
     share = f"{100 * row['bandwidth']:.0f} %" if "bandwidth" in row else ""
     ratios = ", ".join(f"{row[name] / peer[name]:.2f}" for name in ("prefill", "decode"))
-    return table_line(
-        (row["engine"], row["threads"], f"{row['prefill']:.0f}", f"{row['decode']:.1f}", size, share, ratios)
-    )
+    return row["engine"], row["threads"], f"{row['prefill']:.0f}", f"{row['decode']:.1f}", size, share, ratios

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from provenance import table_line
+from provenance import table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "evals/results/serve"
@@ -73,7 +73,7 @@ def _cost(data: dict[str, Any]) -> Iterator[str]:
         spent = (_figure(ours, f"{who}_us_per_token") for who in CPU_OF)
         cpu.append([*name, _figure(inside, "cpu_us_per_token"), *spent])
     for columns, rows in ((SPEED, speed), (CPU, cpu)):
-        yield from map(table_line, (["model", "streams", *columns], ["---"] * (len(columns) + 2), *rows))
+        yield table(("model", "streams", *columns), rows)
         yield ""
     yield "The overhead of HTTP in TTFT is the mean that the client measures minus the mean that the server measures."
     yield _origin(data)
@@ -89,13 +89,13 @@ def _clients(data: dict[str, Any]) -> Iterator[str]:
     for row in data["rows"]:
         medians = {key: median(each[key] for each in row["rounds"]) for key in row["rounds"][0]}
         rows.append({"streams": row["streams"], "client": row["client"], **medians})
-    yield from _table(rows, "client")
+    yield _table(rows, "client")
     yield ""
     yield f"{_origin(data)} {_versions(data['about']['clients'])}."
 
 
 def _peers(data: dict[str, Any]) -> Iterator[str]:
-    yield from _table(data["rows"], "server")
+    yield _table(data["rows"], "server")
     yield ""
     yield f"{_origin(data)} Each server has {data['about']['threads']} threads. {_versions(data['about']['servers'])}."
 
@@ -117,13 +117,11 @@ def _soak(data: dict[str, Any]) -> Iterator[str]:
 PARTS = {"cost": _cost, "clients": _clients, "peers": _peers, "soak": _soak}
 
 
-def _table(rows: list[dict[str, Any]], who: str) -> Iterator[str]:
+def _table(rows: list[dict[str, Any]], who: str) -> str:
     """A line per row; only the columns that rows have."""
     shown = {key: name for key, name in COLUMNS.items() if key in rows[0]}
-    yield table_line(["streams", who, *shown.values()])
-    yield "|" + "---|" * (len(shown) + 2)
-    for row in rows:
-        yield table_line([row["streams"], row[who], *(f"{row[key]:.3g}" for key in shown)])
+    cells = [(row["streams"], row[who], *(f"{row[key]:.3g}" for key in shown)) for row in rows]
+    return table(("streams", who, *shown.values()), cells)
 
 
 def _versions(several: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ CHECKS = Path(__file__).parents[2] / "evals" / "checks"
 
 @pytest.fixture
 def load(monkeypatch):
-    for folder in (CHECKS, CHECKS.parent / "page_sections"):
+    for folder in (CHECKS, CHECKS.parent, CHECKS.parent / "page_sections"):
         monkeypatch.syspath_prepend(folder)
     return importlib.import_module
 
