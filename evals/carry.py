@@ -52,7 +52,7 @@ def main() -> None:
     known = json.loads(CARRIED.read_text(encoding="utf-8")) if CARRIED.exists() else []
     line = {"from": then, "to": now, "cases": len(record["cases"]), "modules": sorted(changed)}
     line |= {} if without is None else {"without": without}
-    CARRIED.write_text(json.dumps([*known, line], indent=1) + "\n", encoding="utf-8")
+    provenance.write_json(CARRIED, [*known, line])
     print(f"{len(changed)} modules changed and no byte; {len(written)} files of results carried from {then} to {now}")
 
 

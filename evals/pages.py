@@ -14,13 +14,11 @@ import functools
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 EVALS = ROOT / "evals"
-RESULTS = EVALS / "results"
 
 
 @functools.cache
@@ -49,140 +47,83 @@ def section(page: str, name: str, text: str) -> str:
     return f"{before}{begin}{text}{chr(10) if text else ''}{end}{after}"
 
 
-def cli(page: str) -> str:
-    """docs/cli.md."""
-    for name, text in generator("page_sections/cli_page.py").sections().items():
-        page = section(page, name, text)
-    return page
-
-
-def api(page: str) -> str:
-    """docs/api.md."""
-    return section(page, "names", generator("page_sections/api_page.py").render())
-
-
-def accuracy(page: str) -> str:
-    """docs/accuracy.md."""
-    return str(generator("accuracy/page.py").render())
-
-
-def gpu_standing(page: str) -> str:
-    """A page with the sentence on whether the kernels have run on a GPU."""
-    gpu = generator("gpu/page.py")
-    return section(page, "gpu", gpu.standing(gpu.gpu_folders(RESULTS)))
-
-
-def promises(page: str) -> str:
-    """docs/promises.md."""
-    page = gpu_standing(page)
-    return section(page, "accuracy", generator("accuracy/page.py").standing())
-
-
-def performance(page: str) -> str:
-    """docs/performance.md."""
-    gpu = generator("gpu/page.py")
-    page = section(page, "cost", generator("cost/cost_page.py").table())
-    page = section(page, "speed", generator("page_sections/speed_page.py").tables())
-    return str(gpu.replaced(page, gpu.section(gpu.gpu_folders(RESULTS))))
-
-
-def models(page: str) -> str:
-    """docs/models.md."""
-    rows = generator("page_sections/models_page.py")
-    return str(rows.render(rows.newest()))
-
-
-def serve(page: str) -> str:
-    """docs/serve.md."""
-    return section(page, "measured", generator("serve/page.py").render())
-
-
-def runtime(page: str) -> str:
-    """docs/runtime.md."""
-    page = section(gpu_standing(page), "decode", generator("page_sections/decode_page.py").table())
-    page = section(page, "types", generator("page_sections/kv_types_page.py").table())
-    return section(page, "eviction", generator("page_sections/eviction_page.py").table())
-
-
-def adapters(page: str) -> str:
-    """docs/adapters.md."""
-    return section(page, "measured", generator("page_sections/adapter_page.py").table())
-
-
-def mtp(page: str) -> str:
-    """docs/mtp.md."""
-    return section(page, "acceptance", generator("page_sections/mtp_page.py").table())
-
-
-def recipes(page: str) -> str:
-    """docs/recipes.md."""
-    return section(page, "measured", generator("page_sections/recipes_page.py").table())
-
-
-def scale(page: str) -> str:
-    """docs/scale.md."""
-    made = generator("page_sections/scale_page.py")
-    sections = {"bytes": made.bytes_table, "measured": made.speed_table, "verified": made.verify_table}
-    for name, text in sections.items():
-        page = section(page, name, text())
-    return page
-
-
-def formats(page: str) -> str:
-    """docs/formats.md."""
-    engines = generator("page_sections/engines_page.py")
-    for name in ("rules", "vllm", "verified", "others"):
-        page = section(page, name, getattr(engines, name)())
-    return page
-
-
-def gguf(page: str) -> str:
-    """docs/gguf.md."""
-    made = generator("page_sections/gguf_page.py")
-    return section(section(page, "quality", made.table()), "search", made.searched())
-
-
-def behaviour(page: str) -> str:
-    """docs/behaviour.md."""
-    return section(page, "sweep", generator("page_sections/behaviour_page.py").table())
-
-
-def readme(page: str) -> str:
-    """README.md: nothing that is stale."""
-    rows = generator("page_sections/models_page.py")
+def readme() -> str:
+    """What README says of figures: nothing that is stale."""
+    models = generator("page_sections/models_page.py")
     sentences = [
-        rows.sentence(rows.newest()),
+        models.sentence(models.newest()),
         generator("cost/cost_page.py").readme_sentence(),
         generator("page_sections/speed_page.py").readme_sentence(),
         generator("accuracy/page.py").readme_sentence(),
     ]
-    return section(page, "measured", "\n\n".join(filter(None, sentences)))
+    return "\n\n".join(filter(None, sentences))
 
 
-PAGES: dict[str, Callable[[str], str]] = {
-    "README.md": readme,
-    "docs/accuracy.md": accuracy,
-    "docs/adapters.md": adapters,
-    "docs/api.md": api,
-    "docs/behaviour.md": behaviour,
-    "docs/cli.md": cli,
-    "docs/formats.md": formats,
-    "docs/gguf.md": gguf,
-    "docs/performance.md": performance,
-    "docs/promises.md": promises,
-    "docs/models.md": models,
-    "docs/mtp.md": mtp,
-    "docs/recipes.md": recipes,
-    "docs/serve.md": serve,
-    "docs/runtime.md": runtime,
-    "docs/scale.md": scale,
+# Section of a page -> script below evals that makes it, and its function.
+GPU = ("gpu/page.py", "standing")
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "docs/adapters.md": {"measured": ("page_sections/adapter_page.py", "table")},
+    "docs/api.md": {"names": ("page_sections/api_page.py", "render")},
+    "docs/behaviour.md": {"sweep": ("page_sections/behaviour_page.py", "table")},
+    "docs/formats.md": {
+        name: ("page_sections/engines_page.py", name) for name in ("rules", "vllm", "verified", "others")
+    },
+    "docs/gguf.md": {
+        "quality": ("page_sections/gguf_page.py", "table"),
+        "search": ("page_sections/gguf_page.py", "searched"),
+    },
+    "docs/mtp.md": {"acceptance": ("page_sections/mtp_page.py", "table")},
+    "docs/performance.md": {
+        "cost": ("cost/cost_page.py", "table"),
+        "speed": ("page_sections/speed_page.py", "tables"),
+        "gpu": ("gpu/page.py", "section"),
+    },
+    "docs/promises.md": {"gpu": GPU, "accuracy": ("accuracy/page.py", "standing")},
+    "docs/recipes.md": {"measured": ("page_sections/recipes_page.py", "table")},
+    "docs/runtime.md": {
+        "gpu": GPU,
+        "decode": ("page_sections/decode_page.py", "table"),
+        "types": ("page_sections/kv_types_page.py", "table"),
+        "eviction": ("page_sections/eviction_page.py", "table"),
+    },
+    "docs/scale.md": {
+        "bytes": ("page_sections/scale_page.py", "bytes_table"),
+        "measured": ("page_sections/scale_page.py", "speed_table"),
+        "verified": ("page_sections/scale_page.py", "verify_table"),
+    },
+    "docs/serve.md": {"measured": ("serve/page.py", "render")},
 }
+WHOLE = {
+    "docs/accuracy.md": ("accuracy/page.py", "render"),
+    "docs/models.md": ("page_sections/models_page.py", "render"),
+}
+PAGES = ("README.md", "docs/cli.md", *WHOLE, *SECTIONS)
+
+
+def made(source: tuple[str, str]) -> str:
+    """What a script makes."""
+    script, function = source
+    return str(getattr(generator(script), function)())
+
+
+def sections_of(name: str) -> dict[str, str]:
+    """The generated sections of a page."""
+    if name == "README.md":
+        return {"measured": readme()}
+    if name == "docs/cli.md":
+        return dict(generator("page_sections/cli_page.py").sections())
+    return {part: made(source) for part, source in SECTIONS[name].items()}
 
 
 def rewritten(name: str) -> tuple[str, str]:
     """A page as it is, and as it should be."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    return text, PAGES[name](text)
+    if name in WHOLE:
+        return text, made(WHOLE[name])
+    page = text
+    for part, new in sections_of(name).items():
+        page = section(page, part, new)
+    return text, page
 
 
 def write_all() -> None:

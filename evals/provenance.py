@@ -254,6 +254,25 @@ def table(head: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([table_line(head), "|---" * len(head) + "|", *map(table_line, rows)])
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file in one piece: a process that ends meanwhile leaves what was there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Write results."""
+    write_whole(file, json.dumps(data, indent=1) + "\n")
+
+
+def write_rows(file: Path, rows: Mapping[str, Any]) -> None:
+    """Write rows by their keys, one a line."""
+    lines = [f"{json.dumps(key)}: {json.dumps(rows[key])}" for key in sorted(rows)]
+    write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def read_results(folder: Path, pattern: str = "*.json") -> dict[str, Any]:
     """What the files of a folder hold, by their names without the end."""
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(pattern))}

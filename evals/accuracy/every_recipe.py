@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from processes import run_measured
-from provenance import known_rows, plain, stamp
+from provenance import known_rows, plain, stamp, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "evals/results/recipes"
@@ -53,8 +53,7 @@ def main() -> None:
         made = {"commit": about["commit"], "machine": about["machine"]}
         rows.append({"recipe": recipe, **made, **row(options, recipe, arguments)})
         print(json.dumps(rows[-1]), flush=True)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+        write_json(file, {"about": about, "rows": rows})
 
 
 def row(options: argparse.Namespace, recipe: str, arguments: list[str]) -> dict[str, Any]:

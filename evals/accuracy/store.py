@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import Stamp, read_stamp
+from provenance import Stamp, read_stamp, write_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "accuracy"
 _DIGITS = 7
@@ -104,11 +104,7 @@ def load_rows(path: Path) -> Rows:
 
 def save_rows(path: Path, rows: Rows) -> None:
     """Write a file of rows in one piece."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{json.dumps(key)}: {json.dumps(_plain(row))}" for key, row in sorted(rows.items())]
-    partial = path.with_suffix(".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    partial.replace(path)
+    write_rows(path, {key: _plain(row) for key, row in rows.items()})
 
 
 def add_row(path: Path, key: str, row: Row) -> None:

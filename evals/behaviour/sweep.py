@@ -137,8 +137,7 @@ def main() -> None:
             command = [sys.executable, "-m", "quantkit", "quantize", args.model, "--recipe", work / "recipe.yaml"]
             subprocess.run([*map(str, command), "-o", str(out)], check=True, stdout=subprocess.DEVNULL)
             known["rows"].append({"row": row, **original.compared(out), "stamp": stamp})
-            args.o.parent.mkdir(parents=True, exist_ok=True)
-            args.o.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            provenance.write_json(args.o, known)
 
 
 if __name__ == "__main__":

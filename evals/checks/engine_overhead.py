@@ -13,7 +13,6 @@ which a neighbour hardly changes; with more it is wall time. Medians.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -26,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from provenance import plain, stamp
+from provenance import plain, stamp, write_json
 
 from quantkit import LLM, SamplingParams
 from quantkit.kernels.cpu.program import Program
@@ -55,8 +54,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     if options.output:
         name = Path(options.model).resolve().name + (f", head {options.head}" if options.head else "")
-        data = {"model": name, "taken": plain(stamp()), "rows": rows}
-        options.output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_json(options.output, {"model": name, "taken": plain(stamp()), "rows": rows})
 
 
 def load(options: argparse.Namespace, switch: str) -> LLM:

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from processes import run_forked
+from provenance import write_whole
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -80,9 +81,7 @@ def _write_answer(engine: str, case: dict[str, str]) -> None:
     except Exception as error:
         traceback.print_exc()
         answer = {"error": _reason(error)}
-    new = output.with_suffix(".new")
-    new.write_text(json.dumps(answer))
-    new.rename(output)
+    write_whole(output, json.dumps(answer))
 
 
 def _reason(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """Every causal language model of transformers, tiny: written by recipes, loaded, run, and compared with the truth.
 
-    python evals/checks/every_model.py [--classes llama,mamba] [--recipes rtn-int4,fp8-dynamic] [--tenth 3] [--jobs 2]
-    python evals/checks/every_model.py --page  # docs/models.md from the rows
+    python evals/checks/every_model.py [--classes llama,mamba] [--recipes rtn-int4,fp8-dynamic] [--jobs 2]
 
 Rows go to evals/results/models/<version of transformers>.json as they come; a row that the same code and versions made
 already is not made again (--again makes it). One child per model, forked after the imports, with limits of time and
@@ -31,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from processes import run_forked
+from provenance import write_whole
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,20 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", default="", help="names of rows, with commas; default all")
-    parser.add_argument("--tenth", type=int, default=None, help="every tenth row, from this one on")
     parser.add_argument("--recipes", default=",".join(RECIPES), help="shipped recipes, with commas")
     parser.add_argument("--jobs", type=int, default=1, help="models at once")
     parser.add_argument("--limit", type=float, default=180, help="seconds for a model")
     parser.add_argument("--again", action="store_true", help="make rows again that are there")
     parser.add_argument("--output", type=Path, default=None, help="file of rows")
-    parser.add_argument("--page", action="store_true", help="write docs/models.md from the rows, make none")
     options = parser.parse_args(arguments)
-    if options.page:
-        sys.path.insert(0, str(ROOT / "evals/page_sections"))
-        import models_page
-
-        models_page.write(options.output)
-        return
     import_all()
     import tiny_models
 
@@ -65,7 +57,6 @@ def main(arguments: list[str] | None = None) -> None:
     names = options.classes.split(",") if options.classes else list(tiny_models.rows())
     if unknown := sorted(set(names) - set(tiny_models.rows())):
         parser.error(f"there is no row {', '.join(unknown)}")
-    names = names if options.tenth is None else names[options.tenth % 10 :: 10]
     rows = read(file)
     recipes = options.recipes.split(",")
     wanted = [name for name in names if options.again or _missing(rows.get(name), recipes)]
@@ -128,11 +119,8 @@ def read(file: Path) -> dict[str, Any]:
 
 def write(file: Path, rows: dict[str, Any]) -> None:
     """One line per row, in order of their names; the file is there or it is not."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"name": name, **rows[name]}) for name in sorted(rows)]
-    new = file.with_suffix(".new")
-    new.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    new.replace(file)
+    write_whole(file, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def _missing(known: dict[str, Any] | None, recipes: list[str]) -> bool:
@@ -189,9 +177,7 @@ def _make(name: str, work: Path, recipes: list[str], result: Path) -> None:
     import model_row
 
     work.mkdir()
-    done = model_row.make_row(name, work, recipes)
-    result.with_suffix(".new").write_text(json.dumps(done))
-    result.with_suffix(".new").rename(result)
+    write_whole(result, json.dumps(model_row.make_row(name, work, recipes)))
 
 
 if __name__ == "__main__":

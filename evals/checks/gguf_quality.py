@@ -103,8 +103,7 @@ def main() -> None:
             "texts": digests,
             "rows": rows,
         }
-        args.o.parent.mkdir(parents=True, exist_ok=True)
-        args.o.write_text(json.dumps(result, indent=1) + "\n")
+        provenance.write_json(args.o, result)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def main() -> None:
     keys = ("candidates", "samples", "tokens", "rounds", "about")
     engine = "quantkit's own engine, float32; not llama.cpp, which was not built"
     result = {"model": args.model.name, "engine": engine, **{key: getattr(args, key) for key in keys}}
-    args.o.write_text(json.dumps({**result, "texts": texts, "rows": rows}, indent=1) + "\n")
+    provenance.write_json(args.o, {**result, "texts": texts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -46,14 +48,15 @@ def main() -> None:
 def make(out: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the model of that name from SHAPES to a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    write_config(out, SHAPES[name], dtype)
+    config = config_of(SHAPES[name], dtype)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
     write_tokenizer(out, VOCABULARY)
-    write_weights(out, SHAPES[name], dtype)
+    write_weights(out, config, dtype)
 
 
-def write_config(out: Path, shape: dict[str, int], dtype: torch.dtype) -> None:
+def config_of(shape: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
     """config.json of a Llama with grouped-query attention and an untied head."""
-    config = {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCABULARY,
@@ -68,7 +71,6 @@ def write_config(out: Path, shape: dict[str, int], dtype: torch.dtype) -> None:
         "torch_dtype": str(dtype).removeprefix("torch."),
         **shape,
     }
-    (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def write_tokenizer(out: Path, size: int = 0) -> None:
@@ -84,35 +86,28 @@ def write_tokenizer(out: Path, size: int = 0) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(out)
 
 
-def write_weights(out: Path, shape: dict[str, int], dtype: torch.dtype) -> None:
-    """One shard per layer and one for the rest, with an index."""
-    width, inner = shape["hidden_size"], shape["intermediate_size"]
-    keys = shape.get("num_key_value_heads", 8) * width // shape["num_attention_heads"]
-    linears = {
-        "self_attn.q_proj": (width, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, width),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
-    layers, generator = shape["num_hidden_layers"], torch.Generator().manual_seed(0)
-    weight_map: dict[str, str] = {}
+def weight_shapes(config: Mapping[str, Any]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Shapes of the weights of a Llama by name: of each layer, then of what is outside of them."""
+    width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    keys = config["num_key_value_heads"] * width // config["num_attention_heads"]
+    heads = {"q": width, "k": keys, "v": keys, "o": width}
+    linears = {f"self_attn.{name}_proj": (rows, width) for name, rows in heads.items()}
+    linears |= {f"mlp.{name}_proj": (inner, width) for name in ("gate", "up")} | {"mlp.down_proj": (width, inner)}
+    norms: dict[str, tuple[int, ...]] = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (width,))
+    for layer in range(config["num_hidden_layers"]):
+        yield {f"model.layers.{layer}.{name}.weight": size for name, size in {**linears, **norms}.items()}
+    table = (vocabulary, width)
+    yield {"model.embed_tokens.weight": table, "lm_head.weight": table, "model.norm.weight": (width,)}
 
-    def write(number: int, shapes: dict[str, tuple[int, ...]]) -> None:
-        file = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
+
+def write_weights(out: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """One shard per layer and one for the rest, with an index."""
+    generator, weight_map = torch.Generator().manual_seed(0), dict[str, str]()
+    for number, shapes in enumerate(weight_shapes(config), 1):
+        file = f"model-{number:05d}-of-{config['num_hidden_layers'] + 1:05d}.safetensors"
         tensors = {name: random_tensor(size, generator, dtype) for name, size in shapes.items()}
         save_file(tensors, out / file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, file))
-
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        shapes = {f"{prefix}{name}.weight": size for name, size in linears.items()}
-        norms = ("input_layernorm", "post_attention_layernorm")
-        write(layer + 1, {**shapes, **{f"{prefix}{name}.weight": (width,) for name in norms}})
-    table = (VOCABULARY, width)
-    write(layers + 1, {"model.embed_tokens.weight": table, "lm_head.weight": table, "model.norm.weight": (width,)})
+        weight_map |= dict.fromkeys(shapes, file)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 

@@ -51,7 +51,7 @@ LLAMA_CPP_ON_GIVEN, ON_GIVEN = {"llama.cpp": "given"}, {"quantkit": "given.gguf"
 
 
 def main() -> None:
-    """Make the models that are not there, measure in turns, print the table."""
+    """Make the models that are not there, measure in turns, print the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for the models, about 2 GB")
     parser.add_argument("--model", type=Path)
@@ -87,7 +87,8 @@ def main() -> None:
                 found.setdefault((engine, threads), []).append(ask(options, engine, threads))
         print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
     rows = [{"engine": engine, "threads": threads, **medians(each)} for (engine, threads), each in found.items()]
-    show(rows)
+    for row in rows:
+        print(json.dumps(row))
     if options.output:
         given = options.gguf or options.model
         name = given.resolve().name if given else "TinyLlama-1.1B's shape, 8 layers"
@@ -233,22 +234,12 @@ def rates(run: Callable[[int], object]) -> dict[str, float]:
     return {"prefill": PROMPT / first, "decode": (NEW - 1) / (whole - first)}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """The table."""
-    print(f"{'engine':28} {'threads':>7} {'prefill tok/s':>14} {'decode tok/s':>13} {'MB':>7} {'bandwidth':>9}")
-    for row in rows:
-        size, share = row.get("bytes", 0) / 1e6, row.get("bandwidth")
-        rest = f"{size:7.0f} {share:9.0%}" if share else f"{size:7.0f}"
-        print(f"{row['engine']:28} {row['threads']:7} {row['prefill']:14.0f} {row['decode']:13.1f} {rest}")
-
-
 def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     """Keep the figures with what they rest on."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from provenance import plain, stamp
+    from provenance import plain, stamp, write_json
 
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({**data, "taken": plain(stamp())}, indent=1) + "\n", encoding="utf-8")
+    write_json(options.output, {**data, "taken": plain(stamp())})
 
 
 if __name__ == "__main__":

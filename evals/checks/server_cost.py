@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 import launch
 from make_random_llama import make
 from processes import cpu_seconds
-from record import about, save
+from provenance import write_json
+from record import about
 
 TOKENS = 64  # of a prompt and of an answer
 Figures = dict[str, float]
@@ -168,7 +169,7 @@ def main() -> None:
     data = {"about": origin, "rows": rows}
     print(json.dumps(data, indent=1))
     if options.out is not None:
-        save(options.out, data)
+        write_json(options.out, data)
 
 
 if __name__ == "__main__":

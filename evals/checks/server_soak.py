@@ -26,9 +26,11 @@ from typing import Any
 
 import aiohttp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 import launch
-from record import about, save
+from provenance import write_json
+from record import about
 
 SERVER = """
 import sys
@@ -124,7 +126,6 @@ async def soak(url: str, pid: int, count: int, seed: int) -> dict[str, Any]:
                 break
             await asyncio.sleep(0.1)
     quarter = len(memory) // 4
-    growth = statistics.median(memory[-quarter:]) / statistics.median(memory[quarter : 2 * quarter])
     first = statistics.median(memory[:quarter])
     return {
         "outcomes": dict(seen),
@@ -136,7 +137,6 @@ async def soak(url: str, pid: int, count: int, seed: int) -> dict[str, Any]:
         "prefix_hit_tokens": metrics["quantkit_prefix_hit_tokens_total"],
         "resident_first_quarter": first,
         "resident_last_over_first": statistics.median(memory[-quarter:]) / first,
-        "resident_last_over_second": growth,
     }
 
 
@@ -184,7 +184,7 @@ def main() -> int:
     data = {"about": origin, **result, "held": held}
     print(json.dumps(data, indent=1))
     if options.out is not None:
-        save(options.out, data)
+        write_json(options.out, data)
     return 0 if all(held.values()) else 1
 
 

@@ -30,7 +30,7 @@ from works import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, OURS, Work, key, rows
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from processes import ALONE, Usage, run_measured, whole_path
-from provenance import ROOT, Stamp, commit, machine_class, plain, read_stamp, stamp
+from provenance import ROOT, Stamp, commit, machine_class, plain, read_stamp, stamp, write_rows
 
 EVALS = ROOT / "evals"
 RESULTS = EVALS / "results" / "cost"  # a file per machine: times of two are not compared
@@ -190,12 +190,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
 
 def save_entry(path: Path, name: str, entry: Entry) -> None:
     """Add or replace a row, one a line."""
-    entries = read_entries(path) | {name: entry}
-    lines = [f"{json.dumps(each)}: {json.dumps(entries[each])}" for each in sorted(entries)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    partial.replace(path)
+    write_rows(path, read_entries(path) | {name: entry})
 
 
 def changed(entry: Entry, work: Work) -> list[str]:

@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,14 +134,11 @@ def small_models() -> None:
     for shape in ("demo", "8B, 2 layers"):
         for dtype in (torch.float16, torch.bfloat16):
             for weights in ("w4a16", "w4a16 asym", "bf16"):
-                with mock.patch("random_model.dtype_on", lambda device, dtype=dtype: dtype), _scales_in(dtype):
+                computed_in: dict[str, Any] = {"dtype_on": lambda device, dtype=dtype: dtype}
+                with mock.patch.multiple("random_model", **computed_in), mock.patch.multiple("linears", **computed_in):
                     model = make_model(shape, weights, META)
                 for page in (16, PAGE):
                     _run_small(model, page)
-
-
-def _scales_in(dtype: torch.dtype) -> Any:
-    return mock.patch("linears.dtype_on", lambda device: dtype)
 
 
 def _run_small(model: NativeModel, page: int) -> None:
@@ -166,7 +163,7 @@ def _run_small(model: NativeModel, page: int) -> None:
         run([1] * sequences, 60)
 
 
-def record(chip: int) -> Iterator[Launch]:
+def record(chip: int) -> list[Launch]:
     """Every launch of a short call, once."""
     seen: set[str] = set()
     found: list[Launch] = []
@@ -185,7 +182,7 @@ def record(chip: int) -> Iterator[Launch]:
             before = len(found)
             work()
             print(f"{work.__name__}: {len(found) - before} launches that are new", flush=True)
-    yield from found
+    return found
 
 
 def _compile(number: int) -> str:
@@ -230,7 +227,7 @@ def main() -> None:
     driver.set_active(Chip(arguments.chip))
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_STORE_BINARY_ONLY": "1"}
-        count = len(list(record(arguments.chip)))
+        count = len(record(arguments.chip))
         with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
             said = [line for line in pool.imap_unordered(_compile, range(count)) if line]
         for line in said:

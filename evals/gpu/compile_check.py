@@ -1,6 +1,6 @@
 """Compile every kernel that quantkit launches, for every chip generation, on a machine without a GPU.
 
-    python evals/gpu/compile_check.py [--write] [--targets 80 90] [--kernel norm] [--jobs 2]
+    python evals/gpu/compile_check.py [--write] [--kernel norm] [--jobs 2]
     python evals/gpu/compile_check.py --check
 
 What is compiled is what the Python functions launch: they run on tensors without memory, and each launch is recorded
@@ -94,7 +94,7 @@ def _compile(work: Sequence[tuple[Launch, int]], store: Store, arguments: argpar
         compiled.append(item)
         if not item.problem:
             store.known[launch.key, item.target] = item
-        if item.problem or arguments.verbose:
+        if item.problem:
             print(item, item.problem, flush=True)
         if arguments.write and len(compiled) % 20 == 0:
             store.write()
@@ -145,24 +145,16 @@ def main() -> None:
     """Compile what is not known, print what is wrong, write file and page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help=f"keep what is found in {STORE.name} and {PAGE.name}")
-    parser.add_argument("--all", action="store_true", help="compile also what is known")
-    parser.add_argument("--targets", type=int, nargs="+", default=list(SHARED_KIB))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--kernel", default="", help="only kernels whose name has this in it")
     parser.add_argument("--jobs", type=int, default=default_jobs())
-    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare what is launched with what is known")
     arguments = parser.parse_args()
     if arguments.check:
         _check()
     launches = everything()
     chosen = to_compile(launches)
-    store = Store() if arguments.all else replace(Store.read(), triton=triton.__version__)
-    asked = [
-        (at, launch)
-        for at, launch in chosen.items()
-        if at[1] in arguments.targets and arguments.kernel in launch.name and launch.dtype in arguments.dtypes
-    ]
+    store = replace(Store.read(), triton=triton.__version__)
+    asked = [(at, launch) for at, launch in chosen.items() if arguments.kernel in launch.name]
     new = [(launch, at[1]) for at, launch in asked if at not in store.known]
     print(f"{len(asked)} to be known, {len(asked) - len(new)} are, {len(new)} to compile", flush=True)
     wrong = [item for item in _compile(new, store, arguments) if item.problem]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from timing import open_results, parse, refuse_nan
 import torch
 from attention import PAGE, decode_batch, fill
 from random_model import make_model
-from results import Results, first_line
+from results import Results, Row, first_line
 
 from quantkit.kernels.layouts import KVLayout, page_bytes
 from quantkit.kernels.types import ForwardBatch
@@ -147,12 +147,8 @@ def one_step(model: NativeModel, kv: str, batch: int, context: int, device: str)
 def steps(models: Models, weights: str, cases: Iterable[tuple[str, int, int]], results: Results, device: str) -> None:
     """Decode steps of one model, while there is time."""
     for kv, batch, context in cases:
-        labels = {"weights": weights, "kv": kv, "batch": batch, "context": context}
-
-        def work(kv: str = kv, batch: int = batch, context: int = context) -> dict[str, Any]:
-            return one_step(models.get(weights), kv, batch, context, device)
-
-        if row := results.attempt(work, part="step", **labels):
+        work = models.with_model(weights, one_step, kv, batch, context, device)
+        if row := results.attempt(work, part="step", weights=weights, kv=kv, batch=batch, context=context):
             results.extend(row, share_of_copy=row["gigabytes_per_s"] * 1e9 / results.meta["copy_bandwidth"])
 
 
@@ -247,17 +243,11 @@ def engine_rows(models: Models, weights: str, results: Results, tiny: bool) -> N
     kv = "int4" if weights == "w4a16 head8" else "auto"
     for batch in batches:
         for way in ("graph, overlap",) if tiny else WAYS:
-
-            def engine(batch: int = batch, way: str = way) -> dict[str, Any]:
-                return serve(models.get(weights), kv, batch, prompt, new, way)
-
-            results.attempt(engine, part="engine", weights=weights, kv=kv, batch=batch, context=prompt, way=way)
+            work = models.with_model(weights, serve, kv, batch, prompt, new, way)
+            results.attempt(work, part="engine", weights=weights, kv=kv, batch=batch, context=prompt, way=way)
     for length in (9,) if tiny else PROMPTS:
-
-        def first(length: int = length) -> dict[str, Any]:
-            return first_token(models.get(weights), kv, length)
-
-        results.attempt(first, part="first token", weights=weights, kv=kv, batch=1, context=length)
+        work = models.with_model(weights, first_token, kv, length)
+        results.attempt(work, part="first token", weights=weights, kv=kv, batch=1, context=length)
 
 
 class Models:
@@ -271,6 +261,10 @@ class Models:
     def __init__(self, shape: str, device: str) -> None:
         self._shape, self._device = shape, device
         self._weights, self._model, self._problem = "", None, ""
+
+    def with_model(self, weights: str, work: Callable[..., Row], *arguments: Any) -> Callable[[], Row]:
+        """A call of `work` with the model and these arguments, which makes the model when it is first called."""
+        return lambda: work(self.get(weights), *arguments)
 
     def get(self, weights: str) -> NativeModel:
         """The model with these weights.

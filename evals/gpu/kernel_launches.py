@@ -44,13 +44,13 @@ RARE_KV_TYPES = {
 # Packed weights: bits of a field, group, dtype of scales (None = the model's), and what else is not usual.
 PACKED: dict[str, tuple[int, int, torch.dtype | None, dict[str, Any]]] = {
     "int4 g128": (4, 128, None, {}),
-    "int4 g128 asym": (4, 128, None, {"zeros": True}),
+    "int4 g128 asym": (4, 128, None, {"has_zero": True}),
     "int4 g64": (4, 64, None, {}),
     "int4 channel": (4, 0, None, {}),
     "int8 channel": (8, 0, None, {}),
     "int8 g128": (8, 128, None, {}),
     "int8 channel unpacked": (8, 0, torch.float32, {"unpacked": True}),
-    "int2 g64 asym": (2, 64, None, {"zeros": True}),
+    "int2 g64 asym": (2, 64, None, {"has_zero": True}),
     "fp8 channel": (8, 0, torch.float32, {"kind": packing.E4M3}),
     "fp8 channel unpacked": (8, 0, torch.float32, {"kind": packing.E4M3, "unpacked": True}),
     "fp8 128x128": (8, 128, torch.float32, {"kind": packing.E4M3}),
@@ -84,17 +84,21 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _packed(
-    bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bool = False, rows: int = 8192, **variant: Any,
-) -> PackedWeight:  # fmt: skip
-    width = 4096
-    groups = 1 if group == 0 else width // group
+    kind: str, dtype: torch.dtype, rows: int = 8192, width: int = 4096, experts: tuple[int, ...] = ()
+) -> PackedWeight:
+    """A weight without memory, or one for each of so many experts; `kind` is of PACKED."""
+    bits, group, scale_dtype, variant = PACKED[kind]
+    if experts:
+        scale_dtype = torch.uint8 if variant.get("scales") else None
+    groups, has_zero = 1 if group == 0 else width // group, variant.get("has_zero", False)
+    outer = 3.0 if variant.get("scales") == packing.E4M3_BYTES else 1.0
     return PackedWeight(
-        words=meta(rows, width * bits // 32, dtype=torch.int32),
-        scale=meta(groups, rows, dtype=scale_dtype),
-        zero=meta(groups, rows, dtype=torch.uint8) if zeros else None,
+        words=meta(*experts, rows, width * bits // 32, dtype=torch.int32),
+        scale=meta(*experts, groups, rows, dtype=scale_dtype or dtype),
+        zero=meta(*experts, groups, rows, dtype=torch.uint8) if has_zero else None,
         shape=(rows, width),
-        packing=Packing(bits=bits, span=min((group or 64) // 2, 32), group=group, has_zero=zeros, **variant),
-        outer=3.0 if variant.get("scales") == packing.E4M3_BYTES else 1.0,
+        packing=Packing(bits=bits, span=min((group or 64) // 2, 32), group=group, **variant),
+        outer=meta(*experts, dtype=torch.float32) if experts else outer,
     )
 
 
@@ -102,12 +106,12 @@ def launch_linears(recorder: Recorder, dtype: torch.dtype) -> None:
     """Packed linears: bits, groups, zeros, rows; and what INT8 and FP8 inputs need."""
     from quantkit.kernels.gpu import w4a16
 
-    for name, (bits, group, scale_dtype, variant) in PACKED.items():
-        weight = _packed(bits, group, scale_dtype or dtype, **variant)
+    for name in PACKED:
+        weight = _packed(name, dtype)
         width = weight.shape[1]
         if not weight.packing.unpacked:  # else for codes as inputs, below
             usual = (1, 4, 16, 32, 64) if name.startswith("int4") else (1, 16, 64)
-            for count in (1, 4) if bits == 2 else usual:
+            for count in (1, 4) if weight.packing.bits == 2 else usual:
                 recorder.label = f"{name}, {count} rows"
                 w4a16.multiply(meta(count, width, dtype=dtype), weight, None)
             for count in (1, 16, 64) if name in GATED else ():
@@ -198,38 +202,16 @@ def _launch_entries(recorder: Recorder, label: str, states: States, views: KVVie
         kv_store.enter(states, views, step, options, angles)
 
 
-# Experts: name, bits, group, zeros, what fields and scales are.
-EXPERTS: tuple[tuple[str, int, int, bool, int, int], ...] = (
-    ("int4 g128", 4, 128, False, packing.INTEGER, packing.NUMBERS),
-    ("int4 g128 asym", 4, 128, True, packing.INTEGER, packing.NUMBERS),
-    ("int4 gchannel", 4, 0, False, packing.INTEGER, packing.NUMBERS),
-    ("int8 gchannel", 8, 0, False, packing.INTEGER, packing.NUMBERS),
-    ("fp8 gchannel", 8, 0, False, packing.E4M3, packing.NUMBERS),
-    ("nvfp4", 4, 16, False, packing.E2M1, packing.E4M3_BYTES),
-    ("16 bits", 16, 0, False, packing.INTEGER, packing.NUMBERS),
-)
+PLAIN = "16 bits"
+EXPERTS = ("int4 g128", "int4 g128 asym", "int4 channel", "int8 channel", "fp8 channel", "nvfp4", PLAIN)
 
 
-def _experts_of(
-    count: int, rows: int, width: int, kind: tuple[str, int, int, bool, int, int], dtype: torch.dtype
-) -> PackedWeight:
+def _experts_of(count: int, rows: int, width: int, kind: str, dtype: torch.dtype) -> PackedWeight:
     """Experts without memory."""
-    _, bits, group, zeros, fields, scales = kind
-    groups = 1 if group == 0 else width // group
-    layout = Packing(
-        bits=bits, span=min(32, (group or 64) // 2), group=group, has_zero=zeros, kind=fields, scales=scales
-    )
-    if bits == 16:
-        words = meta(count, rows, width, dtype=dtype)
-        return PackedWeight(words=words, scale=None, zero=None, shape=(rows, width), packing=packing.PLAIN)
-    return PackedWeight(
-        words=meta(count, rows, width * bits // 32, dtype=torch.int32),
-        scale=meta(count, groups, rows, dtype=torch.uint8 if scales else dtype),
-        zero=meta(count, groups, rows, dtype=torch.uint8) if zeros else None,
-        shape=(rows, width),
-        packing=layout,
-        outer=meta(count, dtype=torch.float32),
-    )
+    if kind != PLAIN:
+        return _packed(kind, dtype, rows, width, (count,))
+    words = meta(count, rows, width, dtype=dtype)
+    return PackedWeight(words=words, scale=None, zero=None, shape=(rows, width), packing=packing.PLAIN)
 
 
 def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
@@ -248,7 +230,7 @@ def launch_experts(recorder: Recorder, dtype: torch.dtype) -> None:
             choose = partial(route, num_chosen=picks, normalize=count == 8)
             # An expert has T k / E tokens on average.
             for tokens in (1, *(size * count // picks for size in (16, 32, 64, 128))) if count == 8 else (1, 256):
-                recorder.label = f"{picks} of {count} experts, {kind[0]}, {tokens} tokens"
+                recorder.label = f"{picks} of {count} experts, {kind}, {tokens} tokens"
                 x = meta(tokens, hidden, dtype=dtype)
                 shared, score = (x, meta(tokens, 1, dtype=dtype)) if count == 8 else (None, None)
                 stacked(x, meta(tokens, count, dtype=dtype), shared, score, choose)

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/performance.md"
-BEGIN, END = "<!-- gpu: made by evals/gpu/page.py -->", "<!-- gpu: end -->"
+RESULTS = ROOT / "evals/results"
+BEGIN, END = "<!-- gpu: made by evals/pages.py -->", "<!-- gpu: end -->"
 PARTS = (
     "smoke",
     "main_job",
@@ -228,8 +228,13 @@ def predicted() -> Iterator[str]:
     )
 
 
-def standing(folders: list[Path]) -> str:
-    """Return one sentence for pages that name the kernels: whether they have run on a GPU."""
+def standing(folders: Sequence[Path] | None = None) -> str:
+    """Return one sentence for pages that name the kernels: whether they have run on a GPU.
+
+    Args:
+        folders: of figures; None = all of evals/results that are of a GPU.
+    """
+    folders = gpu_folders() if folders is None else folders
     named = {run.meta(part).get("device") for run in map(read_run, folders) for part in run.parts}
     devices = sorted(filter(None, named))
     if not devices:
@@ -237,15 +242,16 @@ def standing(folders: list[Path]) -> str:
     return f"These kernels have run on {' and '.join(devices)}: [performance](performance.md#on-a-gpu)."
 
 
-def section(folders: list[Path]) -> str:
-    """The section of these folders."""
+def section(folders: Sequence[Path] | None = None) -> str:
+    """The section of these folders, see `standing`."""
+    folders = gpu_folders() if folders is None else folders
     lines: list[str] = []
     for folder in folders:
         lines += [*([""] if lines else []), *run_lines(folder.name, read_run(folder))]
     return "\n".join(lines or [NOTHING, "", *predicted()])
 
 
-def gpu_folders(results: Path) -> list[Path]:
+def gpu_folders(results: Path = RESULTS) -> list[Path]:
     """Folders with figures of a GPU."""
     folders = sorted({path.parent for part in PARTS for path in results.glob(f"*/{part}.json")})
     return [folder for folder in folders if (run := read_run(folder)).has_device and not run.is_rehearsal]
@@ -265,7 +271,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="one folder; default: all of evals/results that are of a GPU")
     parser.add_argument("--write", type=Path, help="the page")
     arguments = parser.parse_args()
-    text = section([arguments.results] if arguments.results else gpu_folders(ROOT / "evals/results"))
+    text = section([arguments.results] if arguments.results else None)
     if arguments.write is None:
         print(text)
         return

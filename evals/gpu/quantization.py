@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from safetensors.torch import save_file
 import quantkit
 from quantkit.compress.pipeline.events import Listener
 from quantkit.results import LayerRecord
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
+from make_random_llama import weight_shapes
 
 LAYERS = 32
 _TOKENIZER = Path(quantkit.__file__).parent / "demo" / "model"
@@ -52,30 +55,17 @@ class _Clock(Listener):
         self._results.note(seconds_of_layers=self.seconds)
 
 
-def _tensors(config: dict[str, Any], device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Random weights of a Llama by name."""
-    hidden, wide, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    keys = config["num_key_value_heads"] * hidden // config["num_attention_heads"]
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden), "model.norm": (hidden,)}
-    for index in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        for name, rows in (("q", hidden), ("k", keys), ("v", keys), ("o", hidden)):
-            shapes[f"{layer}.self_attn.{name}_proj"] = (rows, hidden)
-        shapes |= {f"{layer}.mlp.{name}_proj": (wide, hidden) for name in ("gate", "up")}
-        shapes |= {f"{layer}.mlp.down_proj": (hidden, wide)}
-        shapes |= {f"{layer}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
-    for name, shape in shapes.items():
-        value = torch.randn(shape, device=device) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape)
-        yield f"{name}.weight", value.to("cpu", torch.bfloat16)
-
-
 def write_model(folder: Path, config: dict[str, Any], device: str) -> None:
     """A checkpoint with the demo model's tokenizer, which is not asked for anything."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
     for path in _TOKENIZER.glob("*token*.json"):
         shutil.copy(path, folder)
-    save_file(dict(_tensors(config, device)), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {}
+    for name, shape in (pair for shapes in weight_shapes(config) for pair in shapes.items()):
+        value = torch.randn(shape, device=device) * shape[-1] ** -0.5 if len(shape) > 1 else torch.ones(shape)
+        tensors[name] = value.to("cpu", torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_samples(path: Path, count: int, length: int, vocabulary: int) -> None:

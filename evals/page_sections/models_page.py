@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
 from every_model import RECIPES, ROOT, read, verdict
 from provenance import table
 
-PAGE, RESULTS = ROOT / "docs/models.md", ROOT / "evals/results/models"
+RESULTS = ROOT / "evals/results/models"
 TASKS = {"causal": "causal language models", "image-text": "image-text models, run on text"}
 VERDICTS = {
     "right": "At least one recipe writes a correct checkpoint; the columns give the verdict of each recipe.",
@@ -33,7 +33,7 @@ HEAD = """\
 This page is generated from `{source}`. Each verdict comes from a run:
 
     python evals/checks/every_model.py           # measure the missing rows; with --again, all rows
-    python evals/checks/every_model.py --page    # generate this page and README's sentence from the rows
+    python evals/pages.py --write                # generate this page and README's sentence from the rows
 
 The check builds every class that transformers lists for causal language modelling or for image-text-to-text. It takes
 the default configuration of the class and shrinks the sizes in it (`evals/checks/tiny_models.py`). The weights are
@@ -55,16 +55,6 @@ passes. The source model must also give transformers' own tokens in quantkit. If
 are smaller; a line below the table says so if they are below 32. *Native*: quantkit's engine computes the model; other
 models run through transformers. *Share*: the share of the matrices in decoder layers that `rtn-int4` quantizes.
 """
-
-
-def write(file: Path | None = None) -> None:
-    """Write the page.
-
-    Args:
-        file: of the rows; None = those of the newest transformers.
-    """
-    file = file or newest()
-    PAGE.write_text(render(file), encoding="utf-8")
 
 
 def newest() -> Path:
@@ -106,12 +96,13 @@ def count(rows: Iterable[Mapping[str, Any]], task: str) -> Counter[str]:
     return Counter(verdict(row) for row in rows if row["task"] == task)
 
 
-def render(file: Path) -> str:
-    """The page as text; a function of the rows alone."""
+def render() -> str:
+    """The page as text; a function of the newest rows alone."""
     from model_row import KEPT, NOISY
 
+    file = newest()
     rows = read(file)
-    source = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
+    source = file.relative_to(ROOT)
     parts = [HEAD.format(counts=_summary(rows, file.stem), source=source, noisy=NOISY, kept=KEPT)]
     for task, title in TASKS.items():
         chosen = {name: row for name, row in rows.items() if row["task"] == task}

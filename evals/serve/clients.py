@@ -20,10 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import launch
-from record import RESULTS, about, save
+from provenance import write_json
+from record import RESULTS, about
 
 from quantkit.demo import DEMO_MODEL
+from quantkit.results import BenchmarkRun
 
 TOKENS = 64  # of a prompt and of an answer
 VLLM = """
@@ -58,13 +61,7 @@ def ours(url: str, streams: int, requests: int, seed: int, _folder: Path) -> Fig
     """`quantkit bench --url`."""
     sizes = ["--prompt-tokens", str(TOKENS), "--new-tokens", str(TOKENS), "--seed", str(seed)]
     command = [sys.executable, "-m", "quantkit", "bench", "--url", url, "--json", "--batch", str(streams)]
-    return of_bench(json.loads(run([*command, *sizes, "--requests", str(requests)])))
-
-
-def of_bench(result: dict[str, Any]) -> Figures:
-    """Figures of what `quantkit bench --url --json` printed about one workload."""
-    from quantkit.results import BenchmarkRun
-
+    result = json.loads(run([*command, *sizes, "--requests", str(requests)]))
     return figures(BenchmarkRun.from_dict(result["runs"][0]))
 
 
@@ -177,7 +174,7 @@ def main() -> None:
                     print(streams, name, {key: round(value, 2) for key, value in measured.items()}, flush=True)
                     kept[name].append(measured)
             rows += [{"streams": streams, "client": name, "rounds": rounds} for name, rounds in kept.items()]
-    save(options.out, {"about": origin, "rows": rows})
+    write_json(options.out, {"about": origin, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import launch
 from clients import TOKENS, Figures, figures, run
-from record import RESULTS, about, save
+from provenance import write_json
+from record import RESULTS, about
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
 from make_random_llama import make
@@ -98,7 +100,7 @@ def main() -> None:
                 for number in streams:
                     rows.append({"streams": number, "server": name, **measure(server.url, number, options.rounds)})
                     print(rows[-1], flush=True)
-    save(options.out, {"about": origin, "rows": sorted(rows, key=lambda row: row["streams"])})
+    write_json(options.out, {"about": origin, "rows": sorted(rows, key=lambda row: row["streams"])})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import sys
@@ -34,13 +33,7 @@ def about(**further: Any) -> dict[str, Any]:
     }
 
 
-def save(path: Path, data: dict[str, Any]) -> None:
-    """Write a result as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def _busy_share(seconds: float = 1.0) -> float:
+def _busy_share() -> float:
     """Of the processors' time, while this process sleeps."""
 
     def read() -> tuple[int, int]:
@@ -48,6 +41,6 @@ def _busy_share(seconds: float = 1.0) -> float:
         return times[3] + times[4], sum(times)  # idle and waiting for disks; all
 
     idle, total = read()
-    time.sleep(seconds)
+    time.sleep(1.0)
     idle_after, total_after = read()
     return 1 - (idle_after - idle) / max(1, total_after - total)

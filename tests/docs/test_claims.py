@@ -24,7 +24,7 @@ MEASURED = (
 
 
 def prose(text: str) -> str:
-    # Sections that evals/pages.py and evals/gpu/page.py make.
+    # Sections that evals/pages.py makes.
     text = re.sub(r"<!-- (\w+): made by.*?<!-- \1: end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE).replace("\n", " ")

@@ -103,15 +103,12 @@ def test_a_rehearsal_is_no_figure(results):
 def test_pages_say_not_yet_run_only_while_no_result_is_there(results, monkeypatch):
     """Those that name the kernels, without results and with made-up ones."""
     monkeypatch.syspath_prepend(str(ROOT / "evals"))
-    pages = importlib.import_module("pages")
-    names = ("docs/performance.md", "docs/promises.md", "docs/runtime.md")
+    made = importlib.import_module("pages").generator("gpu/page.py")
     for folder, is_there in ((results / "nothing", False), (results.parent, True)):
-        monkeypatch.setattr(pages, "RESULTS", folder)
-        for name in names:
-            write = pages.performance if name == "docs/performance.md" else pages.gpu_standing
-            text = write((ROOT / name).read_text(encoding="utf-8"))
-            assert ("not yet run on a GPU" in text) == (not is_there), name
-            assert ("Test GPU" in text) == is_there, name
+        folders = made.gpu_folders(folder)
+        for text in (made.standing(folders), made.section(folders)):
+            assert ("not yet run on a GPU" in text) == (not is_there)
+            assert ("Test GPU" in text) == is_there
 
 
 def test_predictions_stand_beside_what_is_measured(results):
