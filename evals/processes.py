@@ -73,7 +73,7 @@ def run_measured(
     """
     variables = {**os.environ, **(environment or {})}
     variables = {name: value for name, value in variables.items() if value}
-    busy, started = _busy_seconds(), time.monotonic()
+    busy, started = busy_seconds(), time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=variables, cwd=folder, start_new_session=True
@@ -92,7 +92,7 @@ def run_measured(
         wall_s=round(time.monotonic() - started, 2),
         cpu_s=round(cpu_s, 2),
         peak_mb=usage.ru_maxrss // 1024,
-        others_cpu_s=round(max(_busy_seconds() - busy - cpu_s, 0), 2),
+        others_cpu_s=round(max(busy_seconds() - busy - cpu_s, 0), 2),
         said=lines[-1] if lines else "",
     )
 
@@ -156,7 +156,7 @@ def cpu_seconds(process: int, thread: int | None = None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """CPU seconds of the whole machine that were not idle; 0 where they are not told."""
     try:
         values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

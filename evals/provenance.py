@@ -273,6 +273,11 @@ def write_rows(file: Path, rows: Mapping[str, Any]) -> None:
     write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def file_digests(**files: Path) -> dict[str, str]:
+    """SHA-256 of files, by the names they are given."""
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+
+
 def read_results(folder: Path, pattern: str = "*.json") -> dict[str, Any]:
     """What the files of a folder hold, by their names without the end."""
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(pattern))}

@@ -4,8 +4,7 @@
         [--models DIR --data DIR] [--only 'babyllama-361 w8pc *']
 
 Kept in results/accuracy/peers-<model>.json after every row; rows of the same version of a tool are not made again
-without --redo where their seconds are known. How the environments are made: evals/peers/job.py. quantkit does not
-import the tools.
+without --redo where their seconds are known. How the environments are made: evals/peers/job.py.
 """
 
 from __future__ import annotations
@@ -22,21 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pages
 from bench import Bench, measure, open_bench, write_calibration
-from processes import ALONE, ONE_THREAD, run_measured, whole_path
+from peer_tools import TOOLS, add_options, job_command, pythons_of
+from processes import ALONE, ONE_THREAD, run_measured
 from provenance import stamp
-from rows import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, MODELS, Model, Peer, peer_job, peer_rows
+from rows import MODELS, Model, Peer, peer_job, peer_rows
 from run import is_asked, said
 from safetensors import safe_open
 from store import RESULTS, Row, add_row, load_rows
 
 from quantkit.errors import CheckpointError
-
-SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
-TOOLS = {  # package, script
-    LLM_COMPRESSOR: ("llmcompressor", SCRIPTS / "quantize_llmcompressor.py"),
-    GPTQ_MODEL: ("gptqmodel", SCRIPTS / "quantize_gptqmodel.py"),
-    AUTO_ROUND: ("auto-round", SCRIPTS / "quantize_autoround.py"),
-}
 
 
 def version_of(python: str, package: str) -> str:
@@ -60,12 +53,12 @@ def left_as_they_were(checkpoint: Path) -> list[str]:
 
 def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argparse.Namespace, work: Path) -> Row | str:
     """Quantize and measure one row; or what went wrong."""
-    package, script = TOOLS[peer.tool]
+    package, _ = TOOLS[peer.tool]
     output, job = work / "checkpoint", peer_job(peer, numbers, symmetric)
     shutil.rmtree(output, ignore_errors=True)
     folders = {"model": str(bench.path), "output": str(output), "ids": str(work / "calibration.jsonl")}
-    command = [args.pythons[peer.tool], "-W", "ignore", str(script), json.dumps({**job, **folders})]
-    usage = run_measured(command, work / "log.txt", environment=ALONE | ONE_THREAD, folder=work, limit_s=args.limit)
+    words = job_command(peer.tool, args.pythons[peer.tool], {**job, **folders})
+    usage = run_measured(words, work / "log.txt", environment=ALONE | ONE_THREAD, folder=work, limit_s=args.limit)
     if usage.code:
         return usage.said or f"killed after {args.limit} s"
     report: dict[str, Any] = json.loads(usage.said)
@@ -125,12 +118,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="pattern of '<model> <key of the row>'; again: or")
     parser.add_argument("--redo", action="store_true")
     parser.add_argument("--limit", type=float, default=1200, metavar="SECONDS", help="of one quantization")
-    for tool in TOOLS:
-        parser.add_argument(
-            f"--{tool.lower()}", dest=tool, metavar="PYTHON", type=whole_path, help=f"of an environment with {tool}"
-        )
+    add_options(parser)
     args = parser.parse_args()
-    args.pythons = {tool: getattr(args, tool) for tool in TOOLS if getattr(args, tool)}
+    args.pythons = pythons_of(args)
     args.versions = {tool: version_of(python, TOOLS[tool][0]) for tool, python in args.pythons.items()}
     return args
 

@@ -5,9 +5,15 @@ A method is the list of steps of a recipe, so each row is a recipe that a user c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from peer_tools import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR
 
 Steps = list[Any]
 
@@ -111,8 +117,6 @@ ABLATED = {
 
 # Why a row is behind the best peer, by model, number type and form; the page says where none is known.
 REASONS: dict[tuple[str, str, bool], str] = {}
-
-LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND = "llm-compressor", "GPTQModel", "auto-round"
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
 FLOATS = ("fp8", "nvfp4", "mxfp4")

@@ -90,16 +90,7 @@ CASES = {
     ),
     "quantize data": Case(
         arguments=(
-            "quantize",
-            "m",
-            "--recipe",
-            "gptq-int4",
-            "--calibration",
-            "chats.jsonl",
-            "--samples",
-            "2",
-            "-o",
-            "out",
+            *("quantize", "m", "--recipe", "gptq-int4", "--calibration", "chats.jsonl", "--samples", "2", "-o", "out"),
         ),
         files=("chats.jsonl",),
     ),

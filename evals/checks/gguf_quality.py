@@ -11,7 +11,6 @@ again; beside each of ours is the stamp of when it was made.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
 import subprocess
@@ -92,18 +91,9 @@ def main() -> None:
             {"by": "llama-quantize", "name": ROWS[recipe], **measured(theirs, args, base),
              "stamp": provenance.plain(provenance.stamp(versions={"llama.cpp": args.llama_version}))},
         ]  # fmt: skip
-        digests = {
-            name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for name, path in (("calibration", args.text), ("test", args.test))
-        }
-        result = {
-            "model": args.model.name,
-            "about": args.about,
-            "tokens": 512 * args.chunks // 2,
-            "texts": digests,
-            "rows": rows,
-        }
-        provenance.write_json(args.o, result)
+        about = {"model": args.model.name, "about": args.about, "tokens": 512 * args.chunks // 2}
+        texts = provenance.file_digests(calibration=args.text, test=args.test)
+        provenance.write_json(args.o, {**about, "texts": texts, "rows": rows})
 
 
 if __name__ == "__main__":

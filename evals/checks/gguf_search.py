@@ -12,7 +12,6 @@ beside each is its row, with the stamp of when it was made.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import subprocess
 import sys
@@ -119,9 +118,7 @@ def main() -> None:
         row = {**made(args, found.stem, str(found), []), "kind": "searched", "size_of": first}
         rows.append({**row, "measured": yaml.safe_load(found.read_text(encoding="utf-8"))["measured"]})
     measure(args, rows)
-    texts = {
-        name: hashlib.sha256(getattr(args, name).read_bytes()).hexdigest() for name in ("calibration", "text", "test")
-    }
+    texts = provenance.file_digests(calibration=args.calibration, text=args.text, test=args.test)
     keys = ("candidates", "samples", "tokens", "rounds", "about")
     engine = "quantkit's own engine, float32; not llama.cpp, which was not built"
     result = {"model": args.model.name, "engine": engine, **{key: getattr(args, key) for key in keys}}

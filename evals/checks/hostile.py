@@ -79,15 +79,8 @@ def mutate(path: Path, generator: random.Random, outside: Path) -> str:
         return _name(path, generator, outside)
     try:
         return generator.choice(kinds)(path, generator)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        struct.error,
-        RecursionError,
-        yaml.YAMLError,
-    ):  # changed beyond this kind already
-        return _text(path, generator)
+    except (ValueError, KeyError, TypeError, struct.error, RecursionError, yaml.YAMLError):
+        return _text(path, generator)  # it was changed beyond this kind already
 
 
 def _text(path: Path, generator: random.Random) -> str:

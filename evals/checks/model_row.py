@@ -319,11 +319,8 @@ def _run(path: Path, truth: Truth, noise: float) -> dict[str, Any]:
     else:
         said["correlation"] = truth.correlation(logits[None])
         right = said["correlation"] > noise
-    return (
-        {**said, "verdict": "right"}
-        if right
-        else {**said, "verdict": "wrong", "why": f"other tokens or logits: {said}"}
-    )
+    why = {} if right else {"why": f"other tokens or logits: {said}"}
+    return {**said, "verdict": "right" if right else "wrong", **why}
 
 
 def _reference(spec: tiny_models.Spec, folder: Path, output: Path, recipe: Any) -> tuple[float, float, Truth]:

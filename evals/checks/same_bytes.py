@@ -292,21 +292,17 @@ def describe(repository: Path) -> Record:
     import torch
     import transformers
 
+    from quantkit.machine.devices import processor_name
+
     command = ["git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     return {
         "commit": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "processor": processor(),
+        "processor": processor_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def processor() -> str:
-    """The model's name where Linux gives one."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "unknown")
 
 
 def write(path: Path, about: Record, models: Record, cases: list[Case]) -> int:

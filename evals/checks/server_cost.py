@@ -37,13 +37,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 import launch
+from clients import TOKENS, Figures, figures
 from make_random_llama import make
 from processes import cpu_seconds
 from provenance import write_json
 from record import about
-
-TOKENS = 64  # of a prompt and of an answer
-Figures = dict[str, float]
 
 
 class Cores:
@@ -69,13 +67,8 @@ def first_token_seconds(server: launch.Server) -> float:
 def summarize(run: Any, **seconds: float) -> Figures:
     """Rates and medians of a BenchmarkRun, and CPU per token of each of the given by name."""
     count = sum(timing.num_new_tokens for timing in run.requests)
-    return {
-        "requests_per_s": run.requests_per_s,
-        "tokens_per_s": run.output_tokens_per_s,
-        "ttft_ms": 1e3 * median(run.ttft_s),
-        "itl_ms": 1e3 * median(run.inter_token_s),
-        **{f"{name}_us_per_token": 1e6 * spent / count for name, spent in seconds.items()},
-    }
+    spent = {f"{name}_us_per_token": 1e6 * each / count for name, each in seconds.items()}
+    return {**figures(run), "itl_ms": 1e3 * median(run.inter_token_s), **spent}
 
 
 def run_behind_a_step(engine: Any, load: Any) -> Any:

@@ -149,13 +149,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "hybrid_layer_ids": [1, 3],
     },
     **{
-        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
-        for name in (
-            "qwen2_vl_text",
-            "qwen2_5_vl_text",
-            "qwen2_5_omni_text",
-            "paddleocr_vl_text",
-        )
+        name: {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text")
     },
     **{
         name: {"rope_parameters": {**_ROPE_HALF, "mrope_section": [2, 3, 3]}}

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from works import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR, OURS, Work, key, rows
+from works import OURS, Work, key, rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from peer_tools import TOOLS, add_options, job_command, pythons_of
 from processes import ALONE, Usage, run_measured, whole_path
 from provenance import ROOT, Stamp, commit, machine_class, plain, read_stamp, stamp, write_rows
 
@@ -36,11 +37,6 @@ EVALS = ROOT / "evals"
 RESULTS = EVALS / "results" / "cost"  # a file per machine: times of two are not compared
 FIGURES = ("wall_s", "cpu_s", "peak_mb", "others_cpu_s")
 BEFORE = "before"
-TOOLS = {  # package, script
-    LLM_COMPRESSOR: ("llmcompressor", "quantize_llmcompressor.py"),
-    GPTQ_MODEL: ("gptqmodel", "quantize_gptqmodel.py"),
-    AUTO_ROUND: ("auto-round", "quantize_autoround.py"),
-}
 COUNTED = ("gptq", "plain-gptq")  # works whose operations are counted
 FEW = (2, 4)  # samples of the two runs that are counted: operations grow linearly with tokens
 Entry = dict[str, Any]
@@ -161,16 +157,14 @@ class Bed:
 
     def measure_peer(self, work: Work, tool: str) -> Entry:
         """One row of another tool."""
-        package, script = TOOLS[tool]
         output = self.folder / "peer-out"
         shutil.rmtree(output, ignore_errors=True)
         folders = {"model": str(self.model(work)), "output": str(output)}
         job = {**work.jobs[tool], **folders, "ids": str(self.ids(work))}
-        command = [self.pythons[tool], "-W", "ignore", str(EVALS / "peers" / script), json.dumps(job)]
-        usage = self.run(command, key(work, tool))
+        usage = self.run(job_command(tool, self.pythons[tool], job), key(work, tool))
         shutil.rmtree(output, ignore_errors=True)
         versions = json.loads(usage.said)["versions"]
-        return _entry(work, f"{tool} {versions[package]}", usage, stamp(versions=versions))
+        return _entry(work, f"{tool} {versions[TOOLS[tool][0]]}", usage, stamp(versions=versions))
 
 
 def _entry(work: Work, tool: str, usage: Usage, taken: Stamp) -> Entry:
@@ -209,15 +203,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="of one process")
     parser.add_argument("--rehearse", default="", metavar="SHAPE", help="another model for all; kept in --work")
     parser.add_argument("--samples", type=int, default=0, help="of a rehearsal")
-    python: dict[str, Any] = {"metavar": "PYTHON", "type": whole_path}
-    parser.add_argument("--before", help="of an environment with an earlier quantkit", **python)
-    for tool in TOOLS:
-        parser.add_argument(f"--{tool.lower()}", dest=tool, help=f"of an environment with {tool}", **python)
+    text = "of an environment with an earlier quantkit"
+    parser.add_argument("--before", metavar="PYTHON", type=whole_path, help=text)
+    add_options(parser)
     args = parser.parse_args()
     if args.results is None:
         args.results = args.work / "rehearsal.json" if args.rehearse or args.samples else results_file()
-    given = {tool: getattr(args, tool) for tool in TOOLS if getattr(args, tool)}
-    args.pythons = given | ({BEFORE: args.before} if args.before else {OURS: sys.executable})
+    args.pythons = pythons_of(args) | ({BEFORE: args.before} if args.before else {OURS: sys.executable})
     return args
 
 

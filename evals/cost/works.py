@@ -6,11 +6,17 @@ random, the same for all. Every tool uses as many threads as it wants.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-LLM_COMPRESSOR, GPTQ_MODEL, AUTO_ROUND, OURS = "llm-compressor", "GPTQModel", "auto-round", "quantkit"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from peer_tools import AUTO_ROUND, GPTQ_MODEL, LLM_COMPRESSOR
+
+OURS = "quantkit"
 PLAIN: dict[str, Any] = {"steps": [{"gptq": {"damping": 0.01, "true_sequential": True}}]}
 AUTOROUND: dict[str, Any] = {
     "model": "1b-1layer",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
+from unittest import mock
 
 from timing import open_results, parse, refuse_nan
 
@@ -166,14 +167,8 @@ def _engine(model: NativeModel, kv: str, batch: int, length: int, way: str) -> I
         prefix_cache=False,
         overlap=None if overlap else False,
     )
-    saved = os.environ.get("QUANTKIT_CUDA_GRAPHS")
-    os.environ["QUANTKIT_CUDA_GRAPHS"] = "1" if graphs else "0"
-    try:
+    with mock.patch.dict(os.environ, QUANTKIT_CUDA_GRAPHS="1" if graphs else "0"):
         yield build_engine(model, config)
-    finally:
-        os.environ.pop("QUANTKIT_CUDA_GRAPHS")
-        if saved is not None:
-            os.environ["QUANTKIT_CUDA_GRAPHS"] = saved
 
 
 def serve(model: NativeModel, kv: str, batch: int, prompt: int, new: int, way: str) -> dict[str, Any]:

@@ -3,26 +3,24 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from provenance import MARK, code_digest, digest, source, table
+from provenance import MARK, ROOT, digest, module_digest, table
 
 from quantkit.compress.recipe import load, shipped
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/scale"
-TALK = "quantkit.distributed.collectives"
+TALK = "quantkit/distributed/collectives.py"
 Row = dict[str, Any]
 
 
 def code(recipe: Mapping[str, Any]) -> str:
     """Digest of a recipe, of the code behind it, and of how ranks talk."""
-    file = source(TALK)
-    talk = "" if file is None else code_digest(ast.parse(file.read_text(encoding="utf-8")))
+    talk = module_digest(ROOT / TALK)
     return hashlib.sha256(f"{digest(recipe)} {talk}".encode()).hexdigest()[:10]
 
 

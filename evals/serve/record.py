@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from processes import busy_seconds
 from provenance import commit, version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,13 +35,7 @@ def about(**further: Any) -> dict[str, Any]:
 
 
 def _busy_share() -> float:
-    """Of the processors' time, while this process sleeps."""
-
-    def read() -> tuple[int, int]:
-        times = [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        return times[3] + times[4], sum(times)  # idle and waiting for disks; all
-
-    idle, total = read()
+    """Of the processors' time, while this process sleeps a second."""
+    before = busy_seconds()
     time.sleep(1.0)
-    idle_after, total_after = read()
-    return 1 - (idle_after - idle) / max(1, total_after - total)
+    return (busy_seconds() - before) / (os.cpu_count() or 1)
