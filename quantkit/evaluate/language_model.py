@@ -131,43 +131,12 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return {"model_dtype": str(model.dtype), "model_bytes": model.num_bytes, "kv_cache": self.llm.kv_type}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Return the token ids of a text."""
-        return self._encode([string], add_special_tokens)[0]
-
-    def _encode(self, strings: list[str], add_special_tokens: bool | None = None) -> list[Tokens]:
-        """Return the token ids of many texts; BOS is not added to a text that already begins with it."""
-        if add_special_tokens is not None:
-            return self._tokenize(strings, add_special_tokens)
-        prefix = self.tokenizer.decode(self.prefix_token_id)
-        bare = [index for index, string in enumerate(strings) if string.startswith(prefix)]
-        encoded = self._tokenize(strings, self.add_bos_token)
-        for index, own in zip(bare, self._tokenize([strings[index] for index in bare], False), strict=True):
-            encoded[index] = own
-        return encoded
-
-    def _tokenize(self, strings: list[str], special: bool | None) -> list[Tokens]:
-        options = {} if special is None else {"add_special_tokens": special}
-        return list(self.tokenizer(strings, verbose=False, **options)["input_ids"]) if strings else []
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether greedy decoding would choose it) for each continuation."""
-        pairs = [request.args for request in requests]
-        with_context = [pair for pair in pairs if pair[0]]
-        encoded = dict(zip(with_context, self._encode_pairs(with_context), strict=True))
-        alone = [pair for pair in pairs if not pair[0]]
-        prefix = [self.prefix_token_id]  # precedes a text without context, unless the text begins with it
-        for pair, ids in zip(alone, self._tokenize([text for _, text in alone], False), strict=True):
-            encoded[pair] = prefix, ids[1:] if ids[:1] == prefix else ids
-        return self._loglikelihood_tokens([(pair, *encoded[pair]) for pair in pairs])
-
-    def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
-        """Tokenize contexts and continuations in one call, and split them where the context's own tokens end."""
-        # As HFLM: trailing spaces go to the continuation, since tokenizers join a space to the word after it.
-        split = [(context + continuation, context.rstrip()) for context, continuation in pairs]
-        # A context repeats for each of its choices, so every distinct text is tokenized once.
-        texts = list(dict.fromkeys(text for both in split for text in both))
-        ids = dict(zip(texts, self._encode(texts), strict=True))
-        return [(ids[context], ids[whole][len(ids[context]) :]) for whole, context in split]
+        """Return the token ids of a text; BOS is not added to a text that already begins with it."""
+        if add_special_tokens is None:
+            begins = string.startswith(self.tokenizer.decode(self.prefix_token_id))
+            add_special_tokens = False if begins else self.add_bos_token
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer(string, verbose=False, **options)["input_ids"])
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         scores = self._score([(context, continuation) for _, context, continuation in requests])
@@ -201,7 +170,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, computed in windows that score every token once."""
-        windows = [self._windows(ids) for ids in self._encode([request.args[0] for request in requests])]
+        windows = [self._windows(self.tok_encode(request.args[0])) for request in requests]
         scores = iter(self._score([pair for group in windows for pair in group]))
         answers = [sum(float(next(scores).logprobs.sum()) for _ in group) for group in windows]
         return self._remembered("loglikelihood_rolling", [request.args[:1] for request in requests], answers)
@@ -216,7 +185,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate a text for each request, and cut it before the first stop text."""
         generations = [_Generation(dict(request.args[1]), self) for request in requests]
-        prompts = self._encode([request.args[0] for request in requests])
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
         # As HFLM, truncate from the left, because the question is at the end of a prompt.
         kept = [ids[-(self.max_length - each.max_tokens) :] for ids, each in zip(prompts, generations, strict=True)]
         completions = generate_in_turns(self.llm, kept, [each.params for each in generations], say=self.say)

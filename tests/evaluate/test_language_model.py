@@ -51,7 +51,7 @@ def test_tokens_are_those_of_hflm(both):
     ours, theirs = both
     for context, continuation in PAIRS:
         if context:
-            assert ours._encode_pairs([(context, continuation)])[0] == theirs._encode_pair(context, continuation)
+            assert ours._encode_pair(context, continuation) == theirs._encode_pair(context, continuation)
         assert ours.tok_encode(context + continuation) == theirs.tok_encode(context + continuation)
 
 
