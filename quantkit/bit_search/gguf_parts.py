@@ -16,10 +16,9 @@ from quantkit.checkpoints.dense_source import open_dense
 from quantkit.compress.convert import convert
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import ModelError
-from quantkit.evaluate.group_swaps import FusedGroup
+from quantkit.evaluate.group_swaps import FusedGroup, build_with_bias
 from quantkit.formats.ggml.blocks import dequantize_blocks, round_to_blocks
 from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block, matrix_bytes
-from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import Linear
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.model import NativeModel
@@ -113,23 +112,15 @@ class Ends:
         name, shapes = embedding_type(candidate), {m: self._reader.info(f"{m}.weight").shape for m in self.modules}
         return {
             module: CandidateForm(
-                num_weights=math.prod(shape),
-                num_bytes=matrix_bytes(name, *shape),
-                scheme=matrix_block(name, shape[-1]),
+                num_weights=math.prod(shape), num_bytes=matrix_bytes(name, *shape), scheme=matrix_block(name, shape[-1])
             )
             for module, shape in shapes.items()
         }
 
     def _rounded(self, name: str) -> _Ends:
-        model, head = self._model, self.modules[-1]
         tables = [self._decoded(name, module) for module in self.modules]
-        bias = (
-            self._reader.tensor(f"{head}.bias").to(model.device, model.dtype)
-            if f"{head}.bias" in self._reader
-            else None
-        )
-        look_up = partial(embedding, weight=tables[0])
-        return look_up, build_linear(tables[-1], bias=bias, dtype=model.dtype, device=model.device)
+        head = build_with_bias(tables[-1], self._reader, self.modules[-1], self._model)
+        return partial(embedding, weight=tables[0]), head
 
     def _decoded(self, name: str, module: str) -> Tensor:
         """Return a weight (V, H), rounded to a GGUF type, in the model's dtype. Keep the blocks: rounding is slow."""

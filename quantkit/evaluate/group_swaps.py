@@ -221,12 +221,7 @@ class _Sources:
         )
 
     def split(
-        self,
-        index: int,
-        names: tuple[str, ...],
-        part: tuple[Any, str],
-        model: NativeModel,
-        sets: tuple[LinearSet, ...],
+        self, index: int, names: tuple[str, ...], part: tuple[Any, str], model: NativeModel, sets: tuple[LinearSet, ...]
     ) -> Iterator[FusedGroup]:
         """Given several linears that read the same input, yield one `FusedGroup` for each of them that is quantized.
 
@@ -254,8 +249,7 @@ class _Sources:
         """Build a linear of one of the two checkpoints."""
         weight: Tensor | QuantizedTensor
         weight = reader.tensor(f"{module}.weight") if reader is self.original else self._decoded(module)
-        bias = reader.tensor(f"{module}.bias").to(model.device, model.dtype) if f"{module}.bias" in reader else None
-        return build_linear(weight, bias=bias, dtype=model.dtype, device=model.device)
+        return build_with_bias(weight, reader, module, model)
 
     def _decoded(self, module: str) -> QuantizedTensor:
         """Read a quantized weight."""
@@ -324,6 +318,14 @@ class _Sources:
         if not self.is_quantized(module):
             return self.quantized.tensor(f"{module}.weight").float(), target
         return self._decoded(module).dequantize(torch.float32), target
+
+
+def build_with_bias(
+    weight: Tensor | QuantizedTensor, reader: CheckpointReader, module: str, model: NativeModel
+) -> Linear:
+    """Build a linear of this weight, with the bias that a checkpoint has for a module, for the kernels of a model."""
+    bias = reader.tensor(f"{module}.bias").to(model.device, model.dtype) if f"{module}.bias" in reader else None
+    return build_linear(weight, bias=bias, dtype=model.dtype, device=model.device)
 
 
 def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
