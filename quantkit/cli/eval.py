@@ -15,8 +15,6 @@ from quantkit.runtime.config import EngineConfig
 from quantkit.settings import setting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from quantkit.results import EvaluationResult
 
 
@@ -95,14 +93,14 @@ def _show(
     from quantkit.results.statistics.comparison import compare_evaluations
 
     data: dict[str, Any] = {"evaluation": result.to_dict()}
-    tables: tuple[Callable[[], Table | str | None], ...] = (lambda: _result_table(result),)
+    tables: tuple[Table | str | None, ...] = (_result_table(result),)
     if original is not None:
         compared, beside = compare_evaluations(result, original, again), f"{original.model} in {original.arithmetic}"
         data |= {"baseline": original.to_dict(), "comparisons": [comparison.to_dict() for comparison in compared]}
-        tables = (lambda: f"against {beside}", lambda: comparison_table(compared), lambda: rate_table(compared))
+        tables = f"against {beside}", comparison_table(compared), rate_table(compared)
     decisive = {"model": result.model, "computed in": result.arithmetic, **result.settings}
     settings = " · ".join(f"{name} {value}" for name, value in decisive.items() if value)
-    output_to.result(lambda: data, lambda: settings, *tables, lambda: "\n".join(result.parts_read) or None)
+    output_to.result(data, settings, *tables, "\n".join(result.parts_read) or None)
 
 
 def _ask(
@@ -115,14 +113,12 @@ def _ask(
     """Load a model, evaluate it, and free it."""
     from quantkit.evaluate.loading import load_llm
     from quantkit.evaluate.run import evaluate
+    from quantkit.evaluate.work_sharing import about
     from quantkit.runtime.vllm_engine import VllmLLM
 
     name = model or "the demo model"
-    output_to.tell(f"{name}: loading")
-
-    def say(text: str) -> None:
-        output_to.tell(f"{name}: {text}")
-
+    say = about(name, output_to.tell)
+    say("loading")
     if vllm is None:
         return evaluate(load_llm(model, **settings), options, progress=say)
     with VllmLLM(model, options=vllm, **settings) as served:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.distributed import share_out
-from quantkit.evaluate.behaviour import BehaviourPlan, Trace, scores
+from quantkit.evaluate.behaviour import RATES, BehaviourPlan, Trace, scores
 from quantkit.evaluate.fidelity import check_vocabulary, distances, entropies, paired_batches, paired_logits
 from quantkit.evaluate.work_sharing import Meter, Say
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, BehaviourResult, ExampleRecord, MarginRecord
@@ -114,12 +114,7 @@ class DecisionFinder:
         return len(text) - len(self._dialect.answer(text, is_thinking=trace.question.is_thinking))
 
     def _of_prompt(
-        self,
-        trace: Trace,
-        text: str,
-        texts: Sequence[str],
-        starts: Sequence[int],
-        spans: Sequence[tuple[int, int]],
+        self, trace: Trace, text: str, texts: Sequence[str], starts: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[str, int]]:
         """Yield (kind, index in `text`) of each decision that depends on the prompt: JSON syntax, options, refusals."""
         expect, begin = trace.question.prompt.expect, self._answer(trace, text)
@@ -175,7 +170,7 @@ def score_traces(
     ours = tuple((*prompts[trace.question.number], *trace.token_ids)[:-1] for trace in traces)
     groups = list(paired_batches(original, llm, theirs, ours))
     ends = list(accumulate(map(len, groups)))
-    meter = None if say is None else Meter(say, "groups of answers", list(map(len, groups)))
+    meter = Meter(say, "groups of answers", list(map(len, groups)))
 
     def score(number: int) -> list[ScoredTrace]:
         end = ends[number]
@@ -185,8 +180,7 @@ def score_traces(
         for index, reference, value in paired_logits(original, llm, groups[number], ours[own], counts):
             scorers[index].add(reference, value)
             del reference, value  # otherwise their memory would be kept while the next rows are computed
-        if meter is not None:
-            meter.reach(number + 1)
+        meter.reach(number + 1)
         return [scorer.result() for scorer in scorers]
 
     return list(chain.from_iterable(share_out(range(len(groups)), score)))
@@ -306,7 +300,9 @@ def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace
         if before.token_ids == after.token_ids:
             continue
         good, now = scores(plan, before), scores(plan, after)
-        lost = next((name for name in reversed(good) if good[name] != now.get(name) and _worse(name, good[name])), "")
+        # Worse: a good property was lost, or a bad one is new.
+        worse = (name for name, was in reversed(good.items()) if was != now.get(name) and was == RATES[name][0])
+        lost = next(worse, "")
         pairs = enumerate(zip(before.text, after.text, strict=False))
         parted = next((at for at, (one, other) in pairs if one != other), min(len(before.text), len(after.text)))
         seen[lost] += 1
@@ -319,11 +315,6 @@ def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace
         )
         examples.append((seen[lost] if lost else len(traces[0]), parted, record))
     return tuple(record for *_, record in sorted(examples, key=lambda each: each[:2])[:_EXAMPLES])
-
-
-def _worse(name: str, before: bool) -> bool:
-    """Whether a rate's score became worse: a good property with score `before` was lost, or a bad one is new."""
-    return before if name in ("right_format", "valid_calls") else not before
 
 
 def _shortened(text: str) -> str:

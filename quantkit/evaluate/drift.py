@@ -51,8 +51,8 @@ def measure_drift(
         RequestError: `tokens` is too small to show a drift, or does not fit the context of one of the models.
     """
     check_drift(llm, original, tokens)
-    ((written, compared),) = share_out([tokens], lambda count: _compare(llm, original, windows, count, seed, say))
-    return drift_result(compared, written)
+    (compared,) = share_out([tokens], lambda count: _compare(llm, original, windows, count, seed, say))
+    return drift_result(compared, tokens)
 
 
 def check_drift(llm: LLM, original: LLM, tokens: int) -> None:
@@ -66,10 +66,8 @@ def check_drift(llm: LLM, original: LLM, tokens: int) -> None:
         )
 
 
-def _compare(
-    llm: LLM, original: LLM, windows: Windows, tokens: int, seed: int, say: Say | None
-) -> tuple[int, list[Distances]]:
-    """Return the number of written tokens per text, and the distances at these tokens for each text."""
+def _compare(llm: LLM, original: LLM, windows: Windows, tokens: int, seed: int, say: Say | None) -> list[Distances]:
+    """Let the original write texts of `tokens` tokens, and return the distances at these tokens for each text."""
     prompts = [list(ids[:GREEDY_CONTEXT]) for ids in windows[:PROMPTS]]
     params = [
         SamplingParams(max_tokens=tokens, temperature=1.0, seed=seed + number, ignore_eos=True)
@@ -81,7 +79,7 @@ def _compare(
     texts = [done.token_ids for done in original.generate(prompts, params)]
     # The logits after a token are those of the next one, so nothing is measured after the last token.
     traces = tuple((*prompt, *text[:-1]) for prompt, text in zip(prompts, texts, strict=True))
-    meter = None if say is None else Meter(say, "positions", [1] * (tokens * len(traces)))
+    meter = Meter(say, "positions", [1] * (tokens * len(traces)))
     # Filled in place: small tensors that are kept would lie between freed rows and keep their memory from being reused.
     kl, agrees = torch.empty(len(traces), tokens), torch.empty(len(traces), tokens, dtype=torch.bool)
     counts = [0] * len(traces)
@@ -94,9 +92,8 @@ def _compare(
             kl[number, positions], agrees[number, positions] = near.kl, near.agrees
             counts[number] = positions.stop
             del reference, value, near  # otherwise their memory would be kept while the next rows are computed
-            if meter is not None:
-                meter.reach(sum(counts))
-    return tokens, [Distances(kl=own, agrees=same) for own, same in zip(kl, agrees, strict=True)]
+            meter.reach(sum(counts))
+    return [Distances(kl=own, agrees=same) for own, same in zip(kl, agrees, strict=True)]
 
 
 def drift_result(texts: Sequence[Distances], tokens: int) -> DriftResult:

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,9 @@ from quantkit.results import FidelityResult
 from quantkit.results.statistics.summary import percentile
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
+
+if TYPE_CHECKING:
+    from quantkit.evaluate.top_fidelity import TopReading
 
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
@@ -117,7 +119,7 @@ def fidelity(
     check_vocabulary(llm, original)
 
     groups = list(paired_batches(original, llm, windows, windows))
-    meter = None if say is None else Meter(say, "groups of windows", [len(group) for group in groups])
+    meter = Meter(say, "groups of windows", [len(group) for group in groups])
 
     def compare(number: int) -> list[Distances]:
         group = groups[number]
@@ -125,8 +127,7 @@ def fidelity(
         for index, reference, value in paired_logits(original, llm, group, group, list(map(len, group))):
             parts[index].append(distances(reference, value))
             del reference, value  # otherwise their memory would be kept while the next rows are computed
-        if meter is not None:
-            meter.reach(number + 1)
+        meter.reach(number + 1)
         return list(map(join_distances, parts))
 
     return summarize(
@@ -152,17 +153,8 @@ def summarize(parts: Sequence[Distances], **known: Any) -> FidelityResult:
     )
 
 
-class HasVocabulary(Protocol):
-    """A model, or what was read from one."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def check_vocabulary(llm: HasVocabulary, original: HasVocabulary) -> None:
-    """Refuse two models with different vocabulary sizes."""
+def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
+    """Refuse two models, or what was read from them, with different vocabulary sizes."""
     if llm.vocab_size != original.vocab_size:
         raise ModelError(
             f"{llm.path} has a vocabulary of {llm.vocab_size} tokens, but the original {original.path} has one of "
@@ -212,13 +204,7 @@ def window_logits(llm: LLM, windows: Windows) -> list[Tensor]:
 
 
 def paired_logits(
-    original: LLM,
-    llm: LLM,
-    theirs: Windows,
-    ours: Windows,
-    counts: Sequence[int],
-    *,
-    chunk_size: int | None = None,
+    original: LLM, llm: LLM, theirs: Windows, ours: Windows, counts: Sequence[int], *, chunk_size: int | None = None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the logits of two models at the same positions, part by part, so that few of them are in memory at once.
 

@@ -14,19 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy
+
 from quantkit.distribution import install_command
 from quantkit.errors import DataError, QuantkitError, first_line
 from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.options import EvaluationOptions
-from quantkit.evaluate.tasks import Asked, load_tasks
+from quantkit.evaluate.tasks import Asked, load_tasks, questions_for
+from quantkit.evaluate.work_sharing import Say
 from quantkit.quantities import counted
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.vllm_engine import VllmLLM
 
 if TYPE_CHECKING:
     from quantkit.evaluate.language_model import QuantkitLM
-
-Progress = Callable[[str], None]
 
 
 def import_language_model() -> type[QuantkitLM]:
@@ -43,21 +44,20 @@ def import_language_model() -> type[QuantkitLM]:
     return QuantkitLM
 
 
-def check_task_items(asked: Asked, options: EvaluationOptions) -> None:
-    """Load the items of all requested tasks, to find missing items early.
+def check_items(llm: Evaluated, options: EvaluationOptions) -> None:
+    """Load the items of all tasks for this model, so that missing items are reported before anything is computed.
 
     Raises:
         DataError: lm-eval is missing, or a task or its items are not available.
     """
+    asked, *_ = questions_for(llm, options)
     if asked.tasks:
         import_language_model()
         with _quiet():
             load_tasks(asked.tasks, options)
 
 
-def run_tasks(
-    llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int, say: Progress
-) -> tuple[TaskResult, ...]:
+def run_tasks(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: int, say: Say) -> tuple[TaskResult, ...]:
     """Run the requested tasks, and return one result per task.
 
     Raises:
@@ -73,7 +73,7 @@ def run_tasks(
     return task_results(results, lambda text: len(model.tok_encode(text, add_special_tokens=False)))
 
 
-def _language_model(llm: Evaluated, options: EvaluationOptions, say: Progress) -> Any:
+def _language_model(llm: Evaluated, options: EvaluationOptions, say: Say) -> Any:
     """Wrap a model for lm-eval: in lm-eval's own class if it runs in vLLM, otherwise in `QuantkitLM`."""
     if isinstance(llm, VllmLLM):
         from quantkit.evaluate.language_model import make_vllm_model
@@ -105,7 +105,7 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: float | None, options:
         )
     except QuantkitError:
         raise
-    except (KeyError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
+    except (LookupError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
         raise DataError(f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)})") from error
 
 
@@ -211,7 +211,4 @@ def _sample(task: str, row: Mapping[str, Any], count_tokens: Callable[[str], int
 
 
 def _is_number(value: Any) -> bool:
-    # Compare the module's name, so that NumPy need not be imported. An array has a shape and is not a number.
-    if type(value).__module__ == "numpy":
-        return getattr(value, "shape", None) == ()
-    return isinstance(value, bool | int | float)
+    return isinstance(value, int | float | numpy.number | numpy.bool_)

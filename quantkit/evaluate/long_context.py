@@ -13,9 +13,10 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from quantkit.errors import DataError, suggestion
+from quantkit.errors import DataError
 from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.long_context_texts import WRITERS, Needle, Writer, ledger_writer
+from quantkit.evaluate.tasks import LongContext
 from quantkit.evaluate.work_sharing import Say, generate_in_turns
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.types import SamplingParams
@@ -24,63 +25,38 @@ ANSWER_TOKENS, SEVERAL_TOKENS = 12, 96  # of a single answer, and of several
 
 
 def long_context(
-    llm: Evaluated,
-    *,
-    lengths: Sequence[int],
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    samples: int = 10,
-    kinds: Sequence[str] = ("passkey",),
-    ledgers: Path | None = None,
-    seed: int = 0,
-    say: Say | None = None,
+    llm: Evaluated, part: LongContext, *, ledgers: Path | None = None, seed: int = 0, say: Say | None = None
 ) -> tuple[TaskResult, ...]:
     """Measure the share of facts that a model finds, one result per kind of text and length.
 
     Args:
         llm: model without running requests.
-        lengths: lengths of prompts in tokens; filler text is added up to each length. Lengths that do not fit the
-            model's context are skipped.
-        depths: relative positions of the only fact of a text, 0 to 1.
-        samples: number of texts per length, and per depth if there is only one fact.
-        kinds: kinds of texts, see `long_context_texts`.
+        part: lengths, depths, number and kinds of the texts. Lengths that do not fit the model's context are skipped.
         ledgers: file of recall items, for a model of the demo language; their texts replace all kinds. None = no
             ledgers.
         seed: seed of the texts.
         say: callback for progress.
     Raises:
-        DataError: no length fits the context, a depth is outside 0 to 1, a kind is unknown, or there is no tokenizer.
+        DataError: no length fits the context, or there is no tokenizer.
     """
-    if not depths:
-        raise DataError("a long-context test needs at least one depth between 0 and 1, but depths is empty")
-    wrong = [depth for depth in depths if not 0 <= depth <= 1]
-    if wrong:
-        raise DataError(f"depth {wrong[0]!r} of a long-context test is not between 0 and 1")
-    for kind in kinds:
-        if kind not in WRITERS:
-            raise DataError(
-                f"unknown kind {kind!r} of a long-context test{suggestion(kind, WRITERS)}; "
-                f"supported: {', '.join(WRITERS)}"
-            )
     if llm.tokenizer is None:
         raise DataError(f"{llm.path} has no usable tokenizer, and a long-context test needs one")
-    longest = llm.capacity - (ANSWER_TOKENS if ledgers is not None or tuple(kinds) == ("passkey",) else SEVERAL_TOKENS)
-    fitting = sorted({length for length in lengths if length <= longest})
+    is_short = ledgers is not None or part.kinds == ("passkey",)
+    longest = llm.capacity - (ANSWER_TOKENS if is_short else SEVERAL_TOKENS)
+    fitting = sorted({length for length in part.lengths if length <= longest})
     if not fitting:
         raise DataError(
-            f"none of the lengths {', '.join(map(str, lengths))} fits: a prompt for {llm.path} may have at most "
+            f"none of the lengths {', '.join(map(str, part.lengths))} fits: a prompt for {llm.path} may have at most "
             f"{longest} tokens, because the context must hold the answer too"
         )
-    writers = {kind: WRITERS[kind] for kind in kinds} if ledgers is None else {"ledger": ledger_writer(ledgers)}
-    return tuple(
-        _ask(
-            llm,
-            f"{name}_{length}",
-            list(_needles(llm, write, length, depths if name in ("passkey", "ledger") else (0.5,), samples, seed)),
-            say,
-        )
-        for name, write in writers.items()
-        for length in fitting
-    )
+    writers = {kind: WRITERS[kind] for kind in part.kinds} if ledgers is None else {"ledger": ledger_writer(ledgers)}
+    results = []
+    for name, write in writers.items():
+        depths = part.depths if name in ("passkey", "ledger") else (0.5,)
+        for length in fitting:
+            needles = list(_needles(llm, write, length, depths, part.samples, seed))
+            results.append(_ask(llm, f"{name}_{length}", needles, say))
+    return tuple(results)
 
 
 def _needles(
@@ -110,10 +86,7 @@ def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) 
         SampleRecord(
             task=task,
             index=index,
-            scores={
-                "acc": needle.score(completion.text),
-                **({} if needle.depth is None else {"depth": needle.depth}),
-            },
+            scores={"acc": needle.score(completion.text), **({} if needle.depth is None else {"depth": needle.depth})},
             answer_tokens=None,  # stop texts and limits cut answers off
             item_hash=hashlib.sha256(needle.prompt.encode()).hexdigest(),
             answer=completion.text,

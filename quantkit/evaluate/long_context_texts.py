@@ -24,23 +24,11 @@ from quantkit.errors import DataError
 LEDGER_PAIRS = 16
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 HEAD = "There is important information hidden in a lot of irrelevant text. Find it and remember it.\n"
-NAMES = (
-    *("amber", "birch", "cedar", "coral", "delta", "ember", "falcon", "ginger", "harbor", "indigo", "jasper", "kettle"),
-    *(
-        "lemon",
-        "maple",
-        "nickel",
-        "olive",
-        "pepper",
-        "quartz",
-        "raven",
-        "silver",
-        "timber",
-        "umber",
-        "violet",
-        "walnut",
-    ),
+_NAMES = (
+    "amber birch cedar coral delta ember falcon ginger harbor indigo jasper kettle "
+    "lemon maple nickel olive pepper quartz raven silver timber umber violet walnut"
 )
+NAMES = tuple(_NAMES.split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from quantkit.evaluate.behaviour import (
     measure_rates,
     sample_answers,
 )
-from quantkit.evaluate.lm_eval_run import check_task_items, run_tasks
+from quantkit.evaluate.lm_eval_run import run_tasks
 from quantkit.evaluate.loading import Evaluated
 from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.options import EvaluationOptions
@@ -26,7 +26,6 @@ from quantkit.evaluate.prompt_sets import read_prompts
 from quantkit.evaluate.tasks import (
     LEDGERS,
     Asked,
-    LongContext,
     Text,
     check_tasks,
     load_suite,
@@ -34,17 +33,16 @@ from quantkit.evaluate.tasks import (
     read_named_text,
     speaks_demo,
 )
+from quantkit.evaluate.work_sharing import Say, about
 from quantkit.quantities import counted
-from quantkit.results import EvaluationResult, PerplexityResult, TaskResult
-
-Progress = Callable[[str], None]
+from quantkit.results import EvaluationResult, PerplexityResult
 
 
 def evaluate(
     llm: Evaluated,
     options: EvaluationOptions | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Say | None = None,
     traces: Sequence[Trace] | None = None,
     share: int = 1,
     **asked_for: Any,
@@ -77,7 +75,9 @@ def evaluate(
     tasks = run_tasks(llm, asked, options, seed, say) if asked.tasks else ()
     measured = [result for part, text in texts for result in _perplexities(llm, part, text, options, say)]
     if asked.long_context is not None:
-        tasks += _long_context(llm, asked.long_context, seed, say)
+        say(f"long contexts of {', '.join(map(str, asked.long_context.lengths))} tokens")
+        ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
+        tasks += long_context(llm, asked.long_context, ledgers=ledgers, seed=seed, say=say)
     if plan is not None and traces is None:
         traces = answer_prompts(llm, plan, say)
     return EvaluationResult(
@@ -116,11 +116,11 @@ def behaviour_plan(llm: Evaluated, options: EvaluationOptions) -> BehaviourPlan 
     )
 
 
-def answer_prompts(llm: Evaluated, plan: BehaviourPlan, say: Progress) -> list[Trace]:
+def answer_prompts(llm: Evaluated, plan: BehaviourPlan, say: Say) -> list[Trace]:
     """Let a model answer the prompts of a behaviour test, and report progress."""
     subject = f"behaviour, {counted(len(plan.questions), 'prompt')}, {counted(plan.num_seeds, 'answer')} each"
     say(subject)
-    return sample_answers(llm, plan, lambda line: say(f"{subject}: {line}"))
+    return sample_answers(llm, plan, about(subject, say))
 
 
 def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None) -> dict[str, str]:
@@ -130,16 +130,6 @@ def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None)
     asked_for = f"{counted(plan.num_seeds, 'seed')}, {counted(plan.max_tokens, 'token')}"
     text = f"{counted(len(plan.questions), 'prompt')} of {plan.name}{left_out}, {asked_for}"
     return {"behaviour": f"{text}, dialect {plan.dialect.name}"}
-
-
-def check_items(llm: Evaluated, options: EvaluationOptions) -> None:
-    """Load the items of all tasks for this model, so that missing items are reported before anything is computed.
-
-    Raises:
-        DataError: lm-eval is missing, or a task or its items are not available.
-    """
-    asked, *_ = questions_for(llm, options)
-    check_task_items(asked, options)
 
 
 def check_evaluation(options: EvaluationOptions) -> None:
@@ -174,15 +164,11 @@ def _settings(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: in
 
 
 def _perplexities(
-    llm: Evaluated, part: Text, text: str, options: EvaluationOptions, say: Progress
+    llm: Evaluated, part: Text, text: str, options: EvaluationOptions, say: Say
 ) -> Iterator[PerplexityResult]:
     for through in part.through:
         subject = f"perplexity of {part.text}, {through}"
         say(subject)
-
-        def tell(line: str, subject: str = subject) -> None:
-            say(f"{subject}: {line}")
-
         yield perplexity(
             llm,
             text,
@@ -193,20 +179,5 @@ def _perplexities(
             through=through,
             max_windows=part.max_windows,
             add_bos=options.add_bos,
-            say=tell,
+            say=about(subject, say),
         )
-
-
-def _long_context(llm: Evaluated, part: LongContext, seed: int, say: Progress) -> tuple[TaskResult, ...]:
-    say(f"long contexts of {', '.join(map(str, part.lengths))} tokens")
-    ledgers = bundled_folder("tasks") / LEDGERS if speaks_demo(llm) else None
-    return long_context(
-        llm,
-        lengths=part.lengths,
-        depths=part.depths,
-        samples=part.samples,
-        kinds=part.kinds,
-        ledgers=ledgers,
-        seed=seed,
-        say=say,
-    )

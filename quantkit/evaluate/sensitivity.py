@@ -293,8 +293,7 @@ class Probe:
     def compare(self, llm: LLM) -> Distances:
         """Measure the distances of a model, which may be the original in its current state, from the stored logits."""
         if llm.kv_type not in UNQUANTIZED:
-            reference = list(chain.from_iterable(self._reference))
-            return compare_windows(llm, tuple(chain.from_iterable(self._groups)), reference)
+            return self.compare_decoding(llm)
         return join_distances(
             [
                 distances(p, q)
@@ -302,6 +301,11 @@ class Probe:
                 for p, q in zip(reference, window_logits(llm, group), strict=True)
             ]
         )
+
+    def compare_decoding(self, llm: LLM) -> Distances:
+        """Measure the distances of a model with a quantized cache, which reads one token of each window per step."""
+        reference = list(chain.from_iterable(self._reference))
+        return compare_windows(llm, tuple(chain.from_iterable(self._groups)), reference)
 
 
 def failed_accuracy(report: Report) -> list[GateResult]:

@@ -25,6 +25,7 @@ from quantkit.evaluate.perplexity import DEFAULT_WINDOW
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_yaml, read_text, shorten
 
 Count = Annotated[int, Field(ge=1)]
+Depth = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Part(BaseModel):
@@ -51,11 +52,14 @@ class LongContext(_Part):
     """A test of retrieval from long contexts.
 
     Args:
-        lengths, depths, samples, kinds: see `long_context`.
+        lengths: lengths of prompts in tokens; filler text is added up to each length.
+        depths: relative positions of the only fact of a text, 0 to 1.
+        samples: number of texts per length, and per depth if there is only one fact.
+        kinds: kinds of texts, see `long_context_texts`.
     """
 
     lengths: tuple[Count, ...]
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: Annotated[tuple[Depth, ...], Field(min_length=1)] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: Count = 10
     kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = ("passkey",)
 

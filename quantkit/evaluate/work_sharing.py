@@ -23,26 +23,32 @@ _PARTS = 4  # the number of batches is a multiple of it, so that two or four ran
 # of which a few take nearly as long as many.
 _TOKENS, _SCORED, _GENERATED = (1024, 4096), (8, 32), (16, 64)
 
-
 Say = Callable[[str], None]
+
+
+def about(subject: str, say: Say) -> Say:
+    """Return a callback that puts a subject before each line of progress."""
+    return lambda line: say(f"{subject}: {line}")
 
 
 class Meter:
     """Reports progress and the estimated remaining time: at most once per 5 % of the work, and at most every 2 seconds.
 
     Args:
-        say: callback for a line of progress.
+        say: callback for a line of progress; None = report nothing.
         items: noun for the items, e.g. "requests".
         weights: relative time of each item, in the order of computation.
     """
 
-    def __init__(self, say: Say, items: str, weights: Sequence[int]) -> None:
+    def __init__(self, say: Say | None, items: str, weights: Sequence[int]) -> None:
         self._say, self._items, self._ends = say, items, list(accumulate(weights))
         self._began = self._last = time.monotonic()
         self._line = 0
 
     def reach(self, done: int) -> None:
         """Report that this rank has reached item number `done`; all items before it count as done."""
+        if self._say is None:
+            return
         share, now = self._ends[done - 1] / self._ends[-1], time.monotonic()
         if int(share * _LINES) == self._line or now - self._last < _PAUSE_S:
             return
@@ -70,13 +76,13 @@ def score_in_turns(
         items: noun for the texts in progress lines.
     """
     if not isinstance(llm, LLM):  # vLLM, which is no part of a distributed run
-        meter = Meter(say, items, [len(text.ids) for text in texts]) if say and texts else None
+        meter = Meter(say, items, [len(text.ids) for text in texts])
         return llm.score_tokens(texts, chunk_size=chunk_size, progress=_counted(meter, 0))
     # Sorted as in the engine: neighbours share their beginnings, which a batch computes only once.
     order = sorted(range(len(texts)), key=lambda number: texts[number].ids)
     weights = [1] * len(texts) if chunk_size == 1 else _new_tokens([texts[number].ids for number in order])
     batches = cut(weights, *(_SCORED if chunk_size == 1 else _TOKENS))
-    meter = Meter(say, items, weights) if say and texts else None
+    meter = Meter(say, items, weights)
 
     def score(batch: range) -> list[PromptScores]:
         forget(llm)
@@ -87,10 +93,8 @@ def score_in_turns(
     return [by_number[number] for number in range(len(texts))]
 
 
-def _counted(meter: Meter | None, done: int) -> Callable[[int], None] | None:
-    """Return a callback that adds newly finished items to `done` and reports the sum; None without a meter."""
-    if meter is None:
-        return None
+def _counted(meter: Meter, done: int) -> Callable[[int], None]:
+    """Return a callback that adds newly finished items to `done` and reports the sum."""
 
     def add(count: int) -> None:
         nonlocal done
@@ -101,11 +105,7 @@ def _counted(meter: Meter | None, done: int) -> Callable[[int], None] | None:
 
 
 def generate_in_turns(
-    llm: Evaluated,
-    prompts: Sequence[str | Sequence[int]],
-    params: Sequence[SamplingParams],
-    *,
-    say: Say | None = None,
+    llm: Evaluated, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams], *, say: Say | None = None
 ) -> list[Completion]:
     """Generate answers to prompts. The ranks share the work; the answers are in the order of the prompts.
 
@@ -120,13 +120,12 @@ def generate_in_turns(
     # A request without a seed draws by its number, which differs from rank to rank.
     seeded = [replace(each, seed=n) if each.seed is None else each for n, each in enumerate(params)]
 
-    meter = Meter(say, "answers", [1] * len(prompts)) if say and prompts else None
+    meter = Meter(say, "answers", [1] * len(prompts))
 
     def generate(batch: range) -> list[Completion]:
         forget(llm)
         written = llm.generate([prompts[at] for at in batch], [seeded[at] for at in batch])
-        if meter is not None:
-            meter.reach(batch.stop)
+        meter.reach(batch.stop)
         return written
 
     batches = cut([1] * len(prompts), *_GENERATED)

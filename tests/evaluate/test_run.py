@@ -23,7 +23,7 @@ from quantkit.evaluate.long_context import long_context
 from quantkit.evaluate.long_context_texts import WRITERS, ledger_writer, write_passkey
 from quantkit.evaluate.options import DEFAULT_TEXT_TOKENS, EvaluationOptions
 from quantkit.evaluate.run import check_evaluation, evaluate
-from quantkit.evaluate.tasks import LEDGERS, speaks_demo
+from quantkit.evaluate.tasks import LEDGERS, LongContext, speaks_demo
 from quantkit.results import EvaluationResult
 from quantkit.results.statistics.comparison import compare_evaluations
 
@@ -215,9 +215,8 @@ def test_no_programs_are_run_to_describe_the_machine(demo, monkeypatch):
 
 
 def test_ledgers_are_found_at_every_depth(demo):
-    (task,) = long_context(
-        demo, lengths=[200], depths=(0.0, 1.0), samples=3, ledgers=bundled_folder("tasks") / LEDGERS, seed=1
-    )
+    part = LongContext(lengths=(200,), depths=(0.0, 1.0), samples=3)
+    (task,) = long_context(demo, part, ledgers=bundled_folder("tasks") / LEDGERS, seed=1)
     assert (task.task, task.num_samples, task.metric) == ("ledger_200", 6, "acc")
     assert set(task.others) == {"acc at depth 0", "acc at depth 1"}
     assert task.value == sum(task.scores) / 6 >= 5 / 6
@@ -227,7 +226,7 @@ def test_ledgers_are_found_at_every_depth(demo):
 def test_a_wrong_answer_is_not_found(demo, monkeypatch):
     write = ledger_writer(bundled_folder("tasks") / LEDGERS)
     monkeypatch.setitem(module.WRITERS, "passkey", lambda *args: replace(write(*args), answers=("zebra",)))
-    (task,) = long_context(demo, lengths=[100], depths=(0.5,), samples=2)
+    (task,) = long_context(demo, LongContext(lengths=(100,), depths=(0.5,), samples=2))
     assert task.value == 0.0
 
 
@@ -276,25 +275,21 @@ def test_texts_with_several_facts_fill_the_length_and_hold_their_answers(kind):
         assert all(word in body for word in needle.wrong)
 
 
-def test_kinds_are_asked_one_by_one_and_unknown_ones_are_refused(stranger):
-    tasks = long_context(stranger, lengths=[400], samples=2, kinds=["variables", "words"])
+def test_kinds_are_asked_one_by_one(stranger):
+    tasks = long_context(stranger, LongContext(lengths=(400,), samples=2, kinds=("variables", "words")))
     assert [(task.task, task.num_samples, task.others) for task in tasks] == [
         ("variables_400", 2, {}),
         ("words_400", 2, {}),
     ]
     with pytest.raises(DataError, match="the facts and the question alone are longer than a length"):
-        long_context(stranger, lengths=[40], samples=1, kinds=["variables"])
-    with pytest.raises(DataError, match=r"unknown kind 'word' of a long-context test \(did you mean 'words'\?\)"):
-        long_context(stranger, lengths=[300], kinds=["word"])
+        long_context(stranger, LongContext(lengths=(40,), samples=1, kinds=("variables",)))
 
 
 def test_lengths_that_do_not_fit(stranger):
     with pytest.raises(
         DataError, match=r"none of the lengths 600, 9000 fits: a prompt for .* may have at most 500 tokens"
     ):
-        long_context(stranger, lengths=[600, 9000])
-    with pytest.raises(DataError, match=r"depth 1\.5 .*is not between 0 and 1"):
-        long_context(stranger, lengths=[100], depths=[1.5])
+        long_context(stranger, LongContext(lengths=(600, 9000)))
 
 
 def test_another_vocabulary_is_refused(stranger, tmp_path):

@@ -25,12 +25,14 @@ from quantkit.evaluate.behaviour import Trace
 from quantkit.evaluate.decision_margins import compare_behaviour
 from quantkit.evaluate.drift import check_drift, measure_drift
 from quantkit.evaluate.fidelity import MAX_TOKENS, Windows, fidelity, fixed_windows
+from quantkit.evaluate.lm_eval_run import check_items
 from quantkit.evaluate.loading import Evaluated, load_llm, other_arithmetic
-from quantkit.evaluate.run import answer_prompts, behaviour_plan, check_items, evaluate
+from quantkit.evaluate.run import answer_prompts, behaviour_plan, evaluate
 from quantkit.evaluate.tasks import GENERAL, available_text, load_suite, read_named_text, speaks_demo
 from quantkit.evaluate.top_fidelity import TopReading, read_top, top_fidelity
 from quantkit.evaluate.verify.options import VerifyOptions, check_options
 from quantkit.evaluate.verify.pair_checks import Pair, compression, environment, model_facts
+from quantkit.evaluate.work_sharing import Say, about
 from quantkit.machine.memory import free_models
 from quantkit.quantities import dtype_name
 from quantkit.results import BehaviourResult, DriftResult, EvaluationResult, FidelityResult, Report
@@ -39,7 +41,6 @@ from quantkit.results.statistics.comparison import compare_evaluations
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.vllm_engine import VllmLLM
 
-Progress = Callable[[str], None]
 # Options that belong to the compression, so the original runs without them: quantkit's, and vLLM's own.
 OF_THE_COMPRESSION = (
     *("kv_cache", "kv_budget", "kv_policy", "head_dtype", "speculate"),
@@ -57,7 +58,7 @@ def verify_pair(
     pair: Pair,
     options: VerifyOptions | None = None,
     *,
-    progress: Progress = lambda _: None,
+    progress: Say = lambda _: None,
     keep: Callable[[Report], object] = lambda _: None,
 ) -> Report:
     """Compare a checkpoint with its original and check the gates.
@@ -101,7 +102,7 @@ class _Verification:
 
     pair: Pair
     options: VerifyOptions
-    progress: Progress
+    progress: Say
     keep: Callable[[Report], object]
 
     @property
@@ -164,13 +165,13 @@ class _Verification:
     def _distances(self, llm: LLM, original: LLM, windows: Windows, data: str) -> FidelityResult:
         subject = f"distributions on {data}, {sum(map(len, windows)):,} tokens"
         self.progress(subject)
-        return fidelity(llm, original, windows, data=data, say=lambda line: self.progress(f"{subject}: {line}"))
+        return fidelity(llm, original, windows, data=data, say=about(subject, self.progress))
 
     def _drift(self, llm: LLM, original: LLM, windows: Windows) -> DriftResult | None:
         tokens = self.options.drift
         if tokens is None:
             return None
-        say = partial(_said, self.progress, f"drift over {tokens:,} tokens")
+        say = about(f"drift over {tokens:,} tokens", self.progress)
         return measure_drift(llm, original, windows, tokens=tokens, seed=self.options.evaluation.seed or 0, say=say)
 
     def _noise(self, original: LLM, windows: Windows, data: str) -> tuple[EvaluationResult | None, FidelityResult]:
@@ -221,13 +222,11 @@ class _Verification:
         notes: tuple[str, ...] = ()
         if [each.ids for each in plan.questions] != [each.ids for each in own.questions]:
             notes = ("The checkpoint's chat template formats some prompts differently from the original's.",)
-        theirs = answer_prompts(original, plan, lambda line: self.progress(f"original: {line}"))
-        ours = answer_prompts(llm, own, lambda line: self.progress(f"checkpoint: {line}"))
+        theirs = answer_prompts(original, plan, about("original", self.progress))
+        ours = answer_prompts(llm, own, about("checkpoint", self.progress))
         subject = "margins of the original's decisions"
         self.progress(subject)
-        compared = compare_behaviour(
-            llm, original, own, (theirs, ours), lambda line: self.progress(f"{subject}: {line}")
-        )
+        compared = compare_behaviour(llm, original, own, (theirs, ours), about(subject, self.progress))
         return compared, (theirs, ours), notes
 
     def _evaluate(
@@ -244,7 +243,7 @@ class _Verification:
         asked = asked if behaviour is None else replace(asked, behaviour=behaviour, prompts=None)
         if asked.suite is None and not (asked.tasks or asked.texts or asked.behaviour or asked.prompts):
             return None
-        return evaluate(llm, asked, progress=lambda text: self.progress(f"{name}: {text}"), traces=traces, share=share)
+        return evaluate(llm, asked, progress=about(name, self.progress), traces=traces, share=share)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
         """Add a sensitivity map to the report; a note instead if it was not requested and cannot be made."""
@@ -334,10 +333,6 @@ class _Verification:
         ours, theirs = measure_targets([target, baseline], bench, ceilings, self.progress)
         diagnosis = diagnose(ours, target.cost, theirs)
         return replace(report, benchmark=ours, baseline_benchmark=theirs, diagnosis=diagnosis)
-
-
-def _said(progress: Progress, subject: str, line: str) -> None:
-    progress(f"{subject}: {line}")
 
 
 def _fidelity_tokens(options: VerifyOptions) -> int:
