@@ -174,7 +174,7 @@ def search(
     from quantkit.bit_search.cache_run import search_cache
     from quantkit.bit_search.options import SearchOptions, SearchTarget
     from quantkit.bit_search.run import search_recipe
-    from quantkit.bit_search.start import start_recipe
+    from quantkit.bit_search.setup import start_recipe
 
     target = SearchTarget(bits=bits, num_bytes=num_bytes, kl=kl, recovery=recovery, kv_bits=kv_bits)
     file = None if output is None else Path(output)

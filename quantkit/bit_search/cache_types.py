@@ -24,8 +24,8 @@ from quantkit.compress.recipe import Recipe
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import patched
 from quantkit.errors import DataError, GateFailure, InputError, ModelError, SchemeError
-from quantkit.evaluate.fidelity import Windows, batches, compare_windows, window_logits
-from quantkit.evaluate.sensitivity import few
+from quantkit.evaluate.fidelity import Windows
+from quantkit.evaluate.sensitivity import Probe, few
 from quantkit.kernels.layouts import KVLayout
 from quantkit.models.config import NotNative
 from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, side_of
@@ -109,7 +109,7 @@ class CacheSearch:
             raise GateFailure(
                 f"kv_bits<={bits:g} cannot be reached: the smallest types take {least:.3f} bits; raise --kv-bits"
             )
-        self._text = _Text(self._original, self.windows)
+        self._probe = Probe(self._original, self.windows)
         groups, budget = self._options(), bits * self._elements / 8
         solved = least_sensitivity(groups, budget)
         assert solved is not None, "the smallest types fit"
@@ -120,9 +120,9 @@ class CacheSearch:
         choice = min(kls, key=lambda one: kls[one])
         types = self._types(choice)
         self._progress("measuring the chosen cache on other text")
-        del self._text  # two texts' logits would not be needed at once
+        del self._probe  # two texts' logits would not be needed at once
         return CacheChoice(
-            bits=self._bits(groups, choice),
+            bits=8 * total(groups, choice).cost / self._elements,
             layers=tuple(
                 CacheLayerChoice(
                     layer=index,
@@ -137,7 +137,7 @@ class CacheSearch:
             num_tokens=sum(map(len, self.windows)),
             sum_kl=total(groups, choice).sensitivity,
             search_kl=kls[choice],
-            measured_kl=self._measure(_Text(self._original, self.held_out), types),
+            measured_kl=self._measure(Probe(self._original, self.held_out), types, self.held_out),
         )
 
     def _options(self) -> list[list[Option]]:
@@ -180,9 +180,6 @@ class CacheSearch:
         names = [f"{_dtype(one.key)} keys and {_dtype(one.value)} values" for one in self._types(choice).values()]
         return names[0] if len(set(names)) == 1 else "; ".join(names)
 
-    def _bits(self, groups: Sequence[Sequence[Option]], choice: Choice) -> float:
-        return 8 * total(groups, choice).cost / self._elements
-
     def _fits(self, scheme: KVScheme) -> bool:
         """Whether the heads of all layers have a width that the scheme can store."""
         try:
@@ -198,26 +195,14 @@ class CacheSearch:
         def measure() -> float:
             what = name if ";" not in name else "types that differ by layer"
             self._progress(f"{self._count} of {self._total}: KL of a cache with {what}")
-            return self._measure(self._text, types)
+            return self._measure(self._probe, types, self.windows)
 
         self._count += 1
         return self._state.get(f"cache with {name}", measure)
 
-    def _measure(self, text: "_Text", types: _Types) -> float:
-        with _cached(self._original, types, text.windows):
-            return text.kl(self._original)
-
-
-class _Text:
-    """Windows of a text, with the logits of the original, as it is now, after every token."""
-
-    def __init__(self, original: LLM, windows: Windows) -> None:
-        self.windows = windows
-        self._logits = [logits for group in batches(original, windows) for logits in window_logits(original, group)]
-
-    def kl(self, llm: LLM) -> float:
-        """Return the mean KL of a model, which reads one token of each window per step."""
-        return compare_windows(llm, self.windows, self._logits).mean
+    def _measure(self, probe: Probe, types: _Types, windows: Windows) -> float:
+        with _cached(self._original, types, windows):
+            return probe.compare_decoding(self._original).mean
 
 
 def check_cache_search(model: str | None, options: SearchOptions) -> None:

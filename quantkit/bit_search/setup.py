@@ -1,7 +1,8 @@
-"""What every search starts with: the original model, and the text in two halves."""
+"""What every search starts with: the recipe, the original model, and the text in two halves."""
 
 import hashlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,54 @@ from quantkit.bit_search.outputs import SearchState
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
-from quantkit.compress.recipe import Recipe
-from quantkit.demo import GENERAL_TEXT
-from quantkit.errors import DataError, InputError
+from quantkit.compress.recipe import Recipe, load
+from quantkit.compress.recipe.load import build
+from quantkit.compress.recipe.override import Overrides, patched
+from quantkit.errors import InputError
 from quantkit.evaluate.fidelity import Windows, fixed_windows
 from quantkit.evaluate.loading import UNQUANTIZED, load_llm
 from quantkit.evaluate.sensitivity import few
-from quantkit.evaluate.tasks import read_named_text, speaks_demo
+from quantkit.evaluate.tasks import GENERAL, read_named_text, speaks_demo
+from quantkit.formats import REGISTRY as FORMATS
 from quantkit.quantities import dtype_name
 from quantkit.runtime.llm import LLM
 
 REFERENCE_BYTES = 2 << 30  # limit for the size of the original's reference logits
 _SHORT = 64  # tokens; windows as short would say little, and nothing about a cache with pages of 64 tokens
 _CHOSEN = ("name", "weights", "overrides", "embedding", "kv_cache")  # fields of a recipe that a search sets
+_DEFAULT = "gptq-int4"
+# The search chooses the overrides itself, and the recipe's gates are for another size: both are cleared.
+_DEFAULT_GGUF, _CLEARED = "gguf-q4_k", ("overrides", "gates")
+
+
+def start_recipe(
+    name: str | Path | None, format_name: str | None = None, changes: Overrides = (), *, cache_only: bool = False
+) -> Recipe:
+    """Read the recipe that a search starts from.
+
+    Args:
+        name: name of a shipped recipe, or path of a .yaml file; None = the default for the format.
+        format_name: on-disk format; None = the recipe's.
+        changes: fields to replace, see `load`.
+        cache_only: whether the default is a recipe that keeps the weights as they are.
+    Raises:
+        InputError: there is no such format.
+        RecipeError: see `load`.
+    """
+    fields: dict[str, object] = {}
+    if format_name is not None:
+        fields["format"] = FORMATS.find(format_name)
+    if name is None and cache_only:
+        data = {"name": "kv-cache", "kv_cache": {"dtype": "int4", "outliers": "off"}, **fields}
+        return build(patched(data, changes), "the default recipe of a search for a KV cache")
+    if name is None:
+        is_gguf = fields.get("format") == "gguf"
+        name = _DEFAULT_GGUF if is_gguf else _DEFAULT
+        fields |= {field: [] for field in _CLEARED} if is_gguf else {}
+    if isinstance(changes, Mapping):
+        return load(name, {**fields, **changes})
+    given = [changes] if isinstance(changes, str) else changes
+    return load(name, [*(f"{path}={json.dumps(value)}" for path, value in fields.items()), *given])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,17 +176,11 @@ def describe_recipe(recipe: Recipe) -> dict[str, Any]:
 
 def _windows(original: LLM, options: SearchOptions) -> tuple[str, str, Windows, tuple[str, ...]]:
     """Return the name of the text, its SHA-256, its windows, and a note if calibration may have used the same text."""
-    notes: tuple[str, ...] = ()
-    if options.text is not None:
-        name, content = options.text, read_named_text(options.text, ())
-    elif speaks_demo(original):
-        name, content = "demo", read_named_text("demo", ())
-    else:
-        name, content = "general.txt (calibration text)", GENERAL_TEXT.read_text(encoding="utf-8")
-        notes = ("Sensitivities are measured on quantkit's own calibration text; give your own text with --text.",)
+    default = "demo" if speaks_demo(original) else GENERAL
+    name = default if options.text is None else options.text
+    content = read_named_text(name, ())
+    note = "Sensitivities are measured on quantkit's own calibration text; give your own text with --text."
     if options.max_tokens < 1:
         raise InputError(f"max_tokens is {options.max_tokens}; give at least 1")
     windows = fixed_windows(original, content, max_tokens=2 * options.max_tokens)
-    if not windows:
-        raise DataError(f"text {name!r} is too short for one window; give a longer text")
-    return name, hashlib.sha256(content.encode()).hexdigest(), windows, notes
+    return name, hashlib.sha256(content.encode()).hexdigest(), windows, (note,) if name == GENERAL else ()

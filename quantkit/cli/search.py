@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -61,25 +60,21 @@ def command(
     if not target or len(target.keys() - {"kv_bits"}) > 1:
         raise click.UsageError("give one of --bits, --size, --kl and --recovery, or --kv-bits, or one of each")
     from quantkit.bit_search import cache_run, run
-    from quantkit.bit_search.start import start_recipe
+    from quantkit.bit_search.setup import start_recipe
 
     asked = SearchTarget(**target)
     start = start_recipe(recipe, format_, changes, cache_only=asked.is_cache_only)
     options = SearchOptions(recipe=start, engine=engine, **how)
     if asked.is_cache_only:
         chosen = cache_run.search_cache(model, asked, options, progress=output_to.tell)
-        output_to.result(
-            chosen.to_dict,
-            lambda: _cache_summary(chosen),
-            lambda: _cache_choices(chosen.kv_cache),
-            lambda: _written(chosen),
-        )
+        summary, choices = _cache_summary(chosen), _cache_choices(chosen.kv_cache)
+        output_to.result(chosen.to_dict(), summary, choices, _written(chosen))
         return
     result = run.search_recipe(model, asked, options, progress=output_to.tell)
     written = _written(result, verify=options.recipe.format != "gguf")  # `quantize --verify` takes no file
-    cache = [] if result.kv_cache is None else [partial(_cache_choices, result.kv_cache)]
-    output_to.result(result.to_dict, lambda: _summary(result), lambda: _choices(result), *cache, lambda: written)
-    output_to.require(result.reached, lambda: _missed(result))
+    cache = None if result.kv_cache is None else _cache_choices(result.kv_cache)
+    output_to.result(result.to_dict(), _summary(result), _choices(result), cache, written)
+    output_to.require(result.reached, _missed(result))
 
 
 def _summary(result: SearchResult) -> Table:

@@ -14,7 +14,7 @@ from quantkit.bit_search.cache_run import search_cache
 from quantkit.bit_search.cache_types import cache_section
 from quantkit.bit_search.options import SearchOptions, SearchTarget
 from quantkit.bit_search.run import search_recipe
-from quantkit.bit_search.start import start_recipe
+from quantkit.bit_search.setup import start_recipe
 from quantkit.compress.recipe import load
 from quantkit.errors import DataError, GateFailure, InputError, ModelError, SchemeError
 from quantkit.evaluate.fidelity import fidelity, fixed_windows

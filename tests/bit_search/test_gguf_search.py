@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import quantkit
 from quantkit.bit_search.candidates import gguf_candidates, read_candidates
 from quantkit.bit_search.gguf_parts import embedding_type
-from quantkit.bit_search.start import start_recipe
+from quantkit.bit_search.setup import start_recipe
 from quantkit.cli import main
 from quantkit.compress.recipe import load
 from quantkit.compress.recipe.load import build
