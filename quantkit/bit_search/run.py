@@ -55,7 +55,7 @@ from quantkit.output.writer import write_json
 from quantkit.quantities import byte_size
 from quantkit.results import CandidateRecord, GroupChoice, SearchResult
 from quantkit.runtime.llm import LLM
-from quantkit.sweep.trials import Trial, TrialCommand, check_place, planned_bytes, run_trials
+from quantkit.sweep.trials import Trial, check_place, planned_bytes, quantize_command, run_trials
 
 _TRIES = 3  # recipes to compress and measure before the search gives up on a target
 
@@ -334,17 +334,14 @@ def _compress_ahead(runner: TrialRunner, candidates: Sequence[Candidate], thread
             continue
         file = made.with_name(f"{recipe.name}.yaml")
         write_json(file, recipe.source)  # JSON is YAML
-        model = () if runner.model is None else (runner.model,)
-        arguments = ("quantize", *model, "--recipe", str(file), "-o", str(made), "--device", runner.device)
         trials.append(
             Trial(
                 name=recipe.name,
-                commands=(TrialCommand(arguments=arguments, made=made),),
+                commands=(quantize_command(runner.model, file, made, runner.device),),
                 log=made.with_name(f"{recipe.name}.log"),
                 threads=threads,
                 device=runner.device,
                 num_bytes=planned_bytes(runner.model, file),
-                folder=Path.cwd(),
             )
         )
     with closing(run_trials(trials, options.on, options.jobs)) as outcomes:
@@ -359,16 +356,16 @@ def _candidates(
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
     """Return the usable candidates, and one line with the reason for each candidate that was left out."""
     recipe, group = options.recipe, base_groups(options.recipe)
-    if options.candidates:
-        return usable(
-            model, recipe, read_candidates(options.candidates, group), options.device, target.bits, target.num_bytes
-        )
-    if makes_gguf(recipe):
-        return usable(model, recipe, gguf_candidates(), options.device, target.bits, target.num_bytes)
     name = recipe.source["weights"]["dtype"]
-    if find_dtype(name).kind == "float":
+    if options.candidates:
+        candidates = read_candidates(options.candidates, group)
+    elif makes_gguf(recipe):
+        candidates = gguf_candidates()
+    elif find_dtype(name).kind == "float":
         raise RecipeError(
             f"recipe {recipe.name!r} stores {name} weights, but the default candidates are integer types; "
             f"give --candidates, such as {name},int8, or start from an integer recipe such as gptq-int4"
         )
-    return usable(model, recipe, default_candidates(group), options.device, target.bits, target.num_bytes)
+    else:
+        candidates = default_candidates(group)
+    return usable(model, recipe, candidates, options.device, target.bits, target.num_bytes)

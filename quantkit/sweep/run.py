@@ -32,7 +32,7 @@ from quantkit.report.compare import CheckpointComparison, compare_reports, rende
 from quantkit.report.files import json_ready, read_report
 from quantkit.results import TrialRecord
 from quantkit.safety.untrusted import read_object
-from quantkit.sweep.trials import Outcome, Trial, TrialCommand, check_place, planned_bytes, run_trials
+from quantkit.sweep.trials import Outcome, Trial, TrialCommand, check_place, planned_bytes, quantize_command, run_trials
 
 DEMO = "demo"
 _REMEDY = "delete this file, and the checkpoint with the same name"
@@ -126,11 +126,10 @@ class _Sweep:
         kept = {path.stem: _read(path) for path in sorted((self._folder / "trials").glob("*.json"))}
         threads = self.options.threads or next((old.identity.get("threads") for old in kept.values()), None)
         threads = threads or max(1, available_cores() // self.options.jobs)
-        planned = [
-            self._record(model, recipe, {"threads": threads, **of_model})
-            for model, of_model in self._model_identities.items()
-            for recipe in self.recipes
-        ]
+        identities = {
+            model: {"threads": threads, "model": CheckpointReader(path).digests} for model, path in self.folders.items()
+        }
+        planned = [self._record(model, recipe, of) for model, of in identities.items() for recipe in self.recipes]
         names = [record.name for record in planned]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -158,10 +157,6 @@ class _Sweep:
     @cached_property
     def _folder(self) -> Path:
         return self.options.output.resolve()
-
-    @cached_property
-    def _model_identities(self) -> dict[str, dict[str, Any]]:
-        return {model: {"model": CheckpointReader(path).digests} for model, path in self.folders.items()}
 
     def _record(self, model: str, recipe: Recipe, identity: dict[str, Any]) -> TrialRecord:
         return TrialRecord(
@@ -203,23 +198,19 @@ class _Sweep:
         recipe = folder / record.name / f"{record.recipe}.yaml"
         recipe.parent.mkdir(exist_ok=True)
         write_json(recipe, record.identity["recipe"])  # JSON is YAML
-        model = [] if record.model == DEMO else [record.model]
-        device, threads = ("--device", self.options.device), record.identity["threads"]
+        model, device = None if record.model == DEMO else record.model, self.options.device
+        threads = record.identity["threads"]
         anew = () if self.options.resume else ("--no-resume",)
-        quantize = ("quantize", *model, "--recipe", str(recipe), "-o", str(checkpoint), *device, *anew)
-        baseline = ("--baseline", *model) if model else ()
-        how = ("--no-sensitivity", "--threads", str(threads), *device, *self.options.verify)
+        baseline = () if model is None else ("--baseline", model)
+        how = ("--no-sensitivity", "--threads", str(threads), "--device", device, *self.options.verify)
+        verify = TrialCommand(arguments=("verify", str(checkpoint), *baseline, *how), made=checkpoint / "report.json")
         return Trial(
             name=record.name,
-            commands=(
-                TrialCommand(arguments=quantize, made=checkpoint),
-                TrialCommand(arguments=("verify", str(checkpoint), *baseline, *how), made=checkpoint / "report.json"),
-            ),
+            commands=(quantize_command(model, recipe, checkpoint, device, *anew), verify),
             log=folder / f"{record.name}.log",
             threads=threads,
-            device=self.options.device,
-            num_bytes=planned_bytes(model[0] if model else None, recipe),
-            folder=Path.cwd(),
+            device=device,
+            num_bytes=planned_bytes(model, recipe),
         )
 
     def _finished(self, record: TrialRecord, outcome: Outcome) -> TrialRecord:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,7 +67,7 @@ class Trial:
     threads: int
     device: str = "cpu"
     num_bytes: int = 0
-    folder: Path
+    folder: Path = field(default_factory=Path.cwd)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +94,12 @@ class Outcome:
         kinds = (InputError, GateFailure, ResourceError, AuditError)
         kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), AuditError)
         return kind(f"{self.name}: {self.reason}")
+
+
+def quantize_command(model: str | None, recipe: Path, made: Path, device: str, *further: str) -> TrialCommand:
+    """Return the command that compresses a model with a recipe file; None = the demo model."""
+    words = ("quantize", *([] if model is None else [model]), "--recipe", str(recipe), "-o", str(made))
+    return TrialCommand(arguments=(*words, "--device", device, *further), made=made)
 
 
 def check_place(on: str) -> None:
@@ -135,7 +141,11 @@ def run_trials(trials: Sequence[Trial], on: str = "local", jobs: int = 1) -> Gen
     """
     check_place(on)
     runner, _, address = on.partition(":")
-    return _on_ray(trials, address) if runner == "ray" else _locally(trials, jobs)
+    if runner == "local":
+        yield from _locally(trials, jobs)
+    else:
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints messages about lost workers
+            yield from _on_ray(trials, address)
 
 
 def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, None]:
@@ -161,12 +171,7 @@ def _locally(trials: Sequence[Trial], jobs: int) -> Generator[Outcome, None, Non
 
 
 def _on_ray(trials: Sequence[Trial], address: str) -> Generator[Outcome, None, None]:
-    # Ray prints messages about lost workers, and stdout is for results.
-    with contextlib.redirect_stdout(sys.stderr):
-        yield from _outcomes_on_ray(_import_ray(), trials, address)
-
-
-def _outcomes_on_ray(ray: Any, trials: Sequence[Trial], address: str) -> Generator[Outcome, None, None]:
+    ray = _import_ray()
     is_guest = ray.is_initialized()
     if not is_guest:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
