@@ -98,8 +98,7 @@ def push(
     checkpoint: str | Path,
     repo: str,
     *,
-    origin: Mapping[str, Any],
-    private: bool = False,
+    source: str | Path | None,
     endpoint: str | None = None,
     token: str | None = None,
 ) -> str:
@@ -108,18 +107,18 @@ def push(
     Args:
         checkpoint: directory or GGUF file; a directory gets the card as README.md.
         repo: id of the repository, `user/name`.
-        origin: entries of the card about the source, see `find_origin`.
-        private: whether a new repository is private.
+        source: model that the checkpoint was made from, see `find_origin`.
         endpoint: address of the hub; None = the address in the environment variable HF_ENDPOINT, or the default.
         token: access token; None = the token of `hf auth login`.
     Returns:
         Address of the repository.
     Raises:
         InputError: `repo` is not a valid repository id.
-        ModelError: a link in the directory points outside, so files from elsewhere would be uploaded.
+        ModelError: the source's card is not valid; or a link in the directory points outside, so files from elsewhere
+            would be uploaded.
         OutputError: the hub refuses the upload or cannot be reached.
     """
-    path = Path(checkpoint)
+    path, origin = Path(checkpoint), find_origin(source)
     if not _HUB_ID.fullmatch(repo):
         raise InputError(f"{repo!r} is not the name of a repository; write it as user/name")
     if path.is_dir():
@@ -129,7 +128,7 @@ def push(
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=endpoint, token=token)
-        address = str(api.create_repo(repo, private=private, exist_ok=True))
+        address = str(api.create_repo(repo, exist_ok=True))
         if path.is_dir():
             (path / CARD).write_text(card, encoding="utf-8")
             api.upload_folder(repo_id=repo, folder_path=path, commit_message=f"Upload {path.name}")

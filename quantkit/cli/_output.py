@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -111,10 +111,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, QuantkitError):
         return error.exit_code, _one_line(str(error))
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        return (
-            INTERRUPTED,
-            "interrupted; to continue quantize or search, run the same command again",
-        )
+        return INTERRUPTED, "interrupted; to continue quantize or search, run the same command again"
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -186,35 +183,34 @@ class Output:
         if self.shows_progress:
             say(text, self.stream)
 
-    def result(self, data: Callable[[], Any], *shown: Callable[[], Table | str | None]) -> None:
+    def result(self, data: Any, *shown: Table | str | None) -> None:
         """Print a result, as JSON or for people; in a job of several processes, only the writer prints.
 
         Args:
-            data: builds the object for --json.
-            shown: functions that build the parts that people see, separated by blank lines; a part may be None.
+            data: object for --json.
+            shown: parts that people see, separated by blank lines; None is left out.
         """
         if not is_writer():
             return
         if self.as_json:
-            click.echo(json.dumps(data(), ensure_ascii=False))
+            click.echo(json.dumps(data, ensure_ascii=False))
             return
         console = plain_console()
-        parts = [part for build in shown if (part := build()) is not None]
-        for position, part in enumerate(parts):
+        for position, part in enumerate(part for part in shown if part is not None):
             drawn = terminal_table(part, console) if isinstance(part, Table) else printable(part)
             console.print(*([""] if position else []), drawn, sep="\n")
 
-    def require(self, held: bool, failure: Callable[[], str]) -> None:
+    def require(self, held: bool, failure: str) -> None:
         """Raise GateFailure unless `held`. With --json, end the command with the same exit code but without an error.
 
         Raises:
-            GateFailure: `held` is False; the message comes from `failure`.
+            GateFailure: `held` is False; `failure` is the message.
         """
         if held:
             return
         if self.as_json:
             click.get_current_context().exit(GateFailure.exit_code)
-        raise GateFailure(failure())
+        raise GateFailure(failure)
 
 
 class _Documented(click.Command):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,7 @@ ONE_MODEL = (
 
 
 @click.command(
-    "bench",
-    cls=Command,
-    epilog=f"\b\n{show.DEFINITIONS}",
-    short_help="Measure latency, throughput and memory.",
+    "bench", cls=Command, epilog=f"\b\n{show.DEFINITIONS}", short_help="Measure latency, throughput and memory."
 )
 @click.argument("checkpoint", required=False)
 @click.option("--against", metavar="MODEL", help="Measure this model too, in turns with CHECKPOINT, and compare them.")
@@ -97,7 +94,7 @@ def _bench_models(
     from quantkit.benchmark.compare import compare_results
     from quantkit.benchmark.run import measure_served
 
-    details: list[Callable[[], Table | None]] = []
+    details: list[Table | None] = []
     if vllm is None:
         results, known, details = _measure(output_to, engine, models, options)
     else:
@@ -111,16 +108,15 @@ def _bench_models(
         ratios = compare_results(*results)
         rows = [{**asdict(ratio), "ratio": ratio.ratio} for ratio in ratios]
         numbers[0] |= {"against": numbers[1], "ratios": rows}
-        details.insert(0, lambda: show.ratio_table(ratios, results[1].model))
-    speed = _speed(show.labelled_runs(results))
-    output_to.result(lambda: numbers[0], lambda: show.settings_lines(results), *speed, *details)
+        details.insert(0, show.ratio_table(ratios, results[1].model))
+    output_to.result(numbers[0], show.settings_lines(results), *_speed(show.labelled_runs(results)), *details)
 
 
 def _measure(
     output_to: Output, engine: dict[str, Any], models: list[str | None], options: BenchmarkOptions
-) -> tuple[list[BenchmarkResult], list[dict[str, Any]], list[Callable[[], Table | None]]]:
-    """Measure the models in quantkit's engine. Return the results, further numbers of each model, and functions that
-    build further tables of the first model.
+) -> tuple[list[BenchmarkResult], list[dict[str, Any]], list[Table | None]]:
+    """Measure the models in quantkit's engine. Return the results, further numbers of each model, and further tables of
+    the first model.
     """
     from quantkit.benchmark import run as benchmark
     from quantkit.benchmark.ceilings import fit_itl, fit_ttft
@@ -145,16 +141,13 @@ def _measure(
         for result, of_result, diagnosis in zip(results, fits, diagnoses, strict=True)
     ]
     known[0]["ceilings"] = asdict(ceilings)
-    return (
-        results,
-        known,
-        [
-            lambda: show.fit_table(fits[0].items()),
-            lambda: show.memory_table(results[0]),
-            lambda: show.roofline_table(("", record) for record in results[0].roofline),
-            lambda: show.diagnosis_table(diagnoses[0]),
-        ],
-    )
+    tables = [
+        show.fit_table(fits[0].items()),
+        show.memory_table(results[0]),
+        show.roofline_table(("", record) for record in results[0].roofline),
+        show.diagnosis_table(diagnoses[0]),
+    ]
+    return results, known, tables
 
 
 def _step(r: RooflineRecord) -> dict[str, Any]:
@@ -174,9 +167,7 @@ def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: 
         vocab_size, avoid = len(tokenizer), tuple(tokenizer.all_special_ids)
     runs = measure_server(remote, options, vocab_size=vocab_size, avoid=avoid, progress=output_to.tell)
     known = {"url": remote.url, "model": remote.model, "runs": [run.to_dict() for run in runs]}
-    output_to.result(
-        lambda: {**known, "summary": _summaries(runs)}, *_speed([(run.workload.name, run) for run in runs])
-    )
+    output_to.result({**known, "summary": _summaries(runs)}, *_speed([(run.workload.name, run) for run in runs]))
 
 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:
@@ -202,19 +193,17 @@ def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None
         new_tokens,
         lambda done: output_to.tell(f"recomputing: token {done} of {new_tokens}") if done % every == 0 else None,
     )
-    output_to.result(
-        lambda: {
-            "cached": comparison.cached.to_dict(),
-            "recomputed": comparison.recomputed.to_dict(),
-            "num_same_tokens": comparison.num_same,
-            "marks": [mark._asdict() for mark in comparison.marks()],
-        },
-        lambda: show.cache_table(comparison),
-    )
+    data = {
+        "cached": comparison.cached.to_dict(),
+        "recomputed": comparison.recomputed.to_dict(),
+        "num_same_tokens": comparison.num_same,
+        "marks": [mark._asdict() for mark in comparison.marks()],
+    }
+    output_to.result(data, show.cache_table(comparison))
 
 
-def _speed(runs: Sequence[tuple[str, BenchmarkRun]]) -> tuple[Callable[[], Table | None], ...]:
-    return partial(show.explained_latency_table, runs), partial(show.throughput_table, runs)
+def _speed(runs: Sequence[tuple[str, BenchmarkRun]]) -> tuple[Table | None, Table | None]:
+    return show.explained_latency_table(runs), show.throughput_table(runs)
 
 
 def _summaries(runs: Iterable[BenchmarkRun]) -> dict[str, dict[str, Any]]:
@@ -223,9 +212,8 @@ def _summaries(runs: Iterable[BenchmarkRun]) -> dict[str, dict[str, Any]]:
 
     summaries = {}
     for run in runs:
-        known = {f"{name.lower()}_s": quantiles(values) for name, values in run.latencies.items()}
         summaries[run.workload.name] = {
-            **{name: value and asdict(value) for name, value in known.items()},
+            **{f"{name.lower()}_s": quantiles(values) for name, values in run.latencies.items()},
             "tokens_per_s": run.output_tokens_per_s,
             "requests_per_s": run.requests_per_s,
             "goodput_per_s": run.goodput_per_s,

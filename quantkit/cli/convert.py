@@ -66,12 +66,10 @@ def command(
     target = output or (f"{name}{suffix}" if suffix else f"{name}-{to}")
     result = run(checkpoint, to, target, progress=showing_layers(output_to), **how)
     if push_to_hub:
-        from quantkit.upload import find_origin, push
+        from quantkit.upload import push
 
-        push(target, push_to_hub, origin=find_origin(checkpoint))
-    output_to.result(
-        lambda: asdict(result), lambda: _summary(result), lambda: f"next: quantkit inspect {result.output}"
-    )
+        push(target, push_to_hub, source=checkpoint)
+    output_to.result(asdict(result), _summary(result), f"next: quantkit inspect {result.output}")
 
 
 def _summary(result: Conversion) -> Table:

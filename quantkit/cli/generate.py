@@ -75,7 +75,7 @@ def command(
         if stats or output_to.as_json:
             numbers = _numbers(llm, completion)
             if output_to.as_json:
-                output_to.result(lambda: numbers)
+                output_to.result(numbers)
             else:
                 console = plain_console(stderr=True)
                 console.print(terminal_table(_table(llm, numbers), console))

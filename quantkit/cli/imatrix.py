@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from quantkit.cli._options import RUN, Settings, option_group
 from quantkit.cli._output import Command, Output
-from quantkit.report.table import Table, facts
+from quantkit.report.table import facts
 from quantkit.settings import setting
-
-if TYPE_CHECKING:
-    from quantkit.formats.ggml.imatrix import ImportanceMatrix
 
 _HOW: Settings = {
     "data": setting(
@@ -48,23 +45,10 @@ def command(output_to: Output, *, model: str | None, output: str | None, how: di
 
     target = Path(output or f"{Path(model).resolve().name if model else 'demo'}-imatrix.gguf")
     matrix = collect_imatrix(model, target, progress=showing_layers(output_to), **how)
+    count, tokens = len(matrix.means), int(max(float(count.max()) for count in matrix.counts.values()))
+    rows = [("matrices", str(count)), ("tokens", f"{tokens:,}"), ("text", matrix.data), ("output", str(target))]
     output_to.result(
-        lambda: {"output": str(target), "matrices": len(matrix.means), "tokens": _tokens(matrix)},
-        lambda: _summary(target, matrix),
-        lambda: f"next: llama-quantize --imatrix {target} MODEL-bf16.gguf MODEL-q4_k_m.gguf Q4_K_M",
-    )
-
-
-def _tokens(matrix: ImportanceMatrix) -> int:
-    return int(max(float(count.max()) for count in matrix.counts.values()))
-
-
-def _summary(target: Path, matrix: ImportanceMatrix) -> Table:
-    return facts(
-        [
-            ("matrices", str(len(matrix.means))),
-            ("tokens", f"{_tokens(matrix):,}"),
-            ("text", matrix.data),
-            ("output", str(target)),
-        ]
+        {"output": str(target), "matrices": count, "tokens": tokens},
+        facts(rows),
+        f"next: llama-quantize --imatrix {target} MODEL-bf16.gguf MODEL-q4_k_m.gguf Q4_K_M",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -53,12 +52,11 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
 
     if other is not None:
         difference = compare(checkpoint, other)
-        output_to.result(difference.to_dict, lambda: _difference(difference))
+        output_to.result(difference.to_dict(), _difference(difference))
         return
     summary = inspect(checkpoint)
-    tables = (_overview, module_table, _layers)
-    readers = partial(engine_table, "who reads it", summary.engines)
-    output_to.result(summary.to_dict, *(partial(table, summary) for table in tables), readers)
+    tables = _overview(summary), module_table(summary), _layers(summary), engine_table("who reads it", summary.engines)
+    output_to.result(summary.to_dict(), *tables)
 
 
 def _show_kernels(output_to: Output, device: str) -> None:
@@ -68,10 +66,8 @@ def _show_kernels(output_to: Output, device: str) -> None:
     chosen = pick_device(device)
     about, verdicts = {**identity(chosen), "kept in": str(verdict_file(chosen))}, self_test(chosen)
     checks = [(key, f"{'kernels' if verdict.passed else 'torch'}: {verdict.text}") for key, verdict in verdicts.items()]
-    output_to.result(
-        lambda: {"about": about, "checks": {key: verdict._asdict() for key, verdict in verdicts.items()}},
-        lambda: facts([*about.items(), *checks]),
-    )
+    data = {"about": about, "checks": {key: verdict._asdict() for key, verdict in verdicts.items()}}
+    output_to.result(data, facts([*about.items(), *checks]))
 
 
 def _difference(difference: CheckpointDifference) -> Table | str:

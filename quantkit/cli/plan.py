@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -128,7 +127,7 @@ def command(
         raise RecipeError("--set changes a field of a recipe; give --recipe too")
     planned = estimate(model, device=make_device(**device), overrides=changes, **sizes)
     tables = (_overview, _weights, _caches, _device, _compression, _engines, _footnote)
-    output_to.result(lambda: to_document(planned), *(partial(table, planned) for table in tables))
+    output_to.result(to_document(planned), *(table(planned) for table in tables))
 
 
 def _overview(plan: Estimate) -> Table:

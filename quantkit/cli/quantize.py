@@ -124,11 +124,14 @@ def command(
     if result is None:
         return
     if verify:  # before the upload: a checkpoint that fails is not uploaded
-        verify_result(output_to, result, model, gates, how, lambda: _summary(result))
+        verify_result(output_to, result, model, gates, how, _summary(result))
     if push_to_hub:
-        _push(result, push_to_hub, model)
+        from quantkit.upload import push
+
+        push(result.output, push_to_hub, source=model)
     if not verify:
-        _show(output_to, result)
+        worst = _worst(result) if result.num_quantized else None
+        output_to.result(result.to_dict(), _summary(result), worst, f"next: quantkit inspect {result.output}")
 
 
 def _with_one_adapter(how: dict[str, Any]) -> dict[str, Any]:
@@ -163,21 +166,6 @@ def _compressed(
     with listening(output_to if is_writer else replace(output_to, quiet=True)) as listener:
         result = pipeline.quantize(model, recipe, output, listener=listener, **how)
     return result if is_writer else None
-
-
-def _push(result: CompressionResult, name: str, model: str | None) -> None:
-    from quantkit.upload import find_origin, push
-
-    push(result.output, name, origin=find_origin(model))
-
-
-def _show(output_to: Output, result: CompressionResult) -> None:
-    output_to.result(
-        result.to_dict,
-        lambda: _summary(result),
-        lambda: _worst(result) if result.num_quantized else None,
-        lambda: f"next: quantkit inspect {result.output}",
-    )
 
 
 def _summary(result: CompressionResult) -> Table:

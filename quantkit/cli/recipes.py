@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.group("recipes", cls=CommandGroup, short_help="List, show and check recipes.")
-def recipes() -> None:
+def command() -> None:
     """A recipe says in which number types a model is stored, and which algorithms choose the numbers.
 
     \b
@@ -25,7 +25,7 @@ def recipes() -> None:
     """
 
 
-@recipes.command("list")
+@command.command("list")
 def list_command(output_to: Output) -> None:
     """List the shipped recipes.
 
@@ -37,15 +37,12 @@ def list_command(output_to: Output) -> None:
     from quantkit.compress.recipe import load, shipped
 
     recipes = {name: load(name) for name in shipped()}
-
-    output_to.result(
-        lambda: {"recipes": [{"name": name, "description": recipe.description} for name, recipe in recipes.items()]},
-        lambda: _table(recipes),
-        lambda: "to see what a recipe is for: quantkit recipes show NAME",
-    )
+    listed = [{"name": name, "description": recipe.description} for name, recipe in recipes.items()]
+    hint = "to see what a recipe is for: quantkit recipes show NAME"
+    output_to.result({"recipes": listed}, _table(recipes), hint)
 
 
-@recipes.command("show", short_help="Print a shipped recipe, ready to copy.")
+@command.command("show", short_help="Print a shipped recipe, ready to copy.")
 @click.argument("name")
 def show_command(output_to: Output, *, name: str) -> None:
     """Print the recipe NAME, ready to be copied and edited. With --json, every default is filled in.
@@ -63,13 +60,13 @@ def show_command(output_to: Output, *, name: str) -> None:
 
     recipe = load(name)
     if output_to.as_json:
-        output_to.result(lambda: {"description": recipe.description, "gates": list(recipe.gates), **recipe.source})
+        output_to.result({"description": recipe.description, "gates": list(recipe.gates), **recipe.source})
     else:
         # Print the file itself, because parsing drops its comments.
         click.echo(read_text(shipped().get(name, Path(name)), RecipeError), nl=False)
 
 
-@recipes.command("check", short_help="Check whether a recipe file is valid.")
+@command.command("check", short_help="Check whether a recipe file is valid.")
 @click.argument("file")
 def check_command(output_to: Output, *, file: str) -> None:
     """Check whether the recipe in FILE is valid, and report settings that are probably a mistake.
@@ -83,7 +80,7 @@ def check_command(output_to: Output, *, file: str) -> None:
 
     remarks = check(file)
     lines = [f"{file}: valid", *(f"remark: {text}" for text in remarks)]
-    output_to.result(lambda: {"file": file, "valid": True, "remarks": remarks}, lambda: "\n".join(lines))
+    output_to.result({"file": file, "valid": True, "remarks": remarks}, "\n".join(lines))
 
 
 def _table(recipes: dict[str, Recipe]) -> Table:
@@ -97,6 +94,3 @@ def _table(recipes: dict[str, Recipe]) -> Table:
             weights += f", KV {recipe.kv_cache.scheme.key.dtype.name}{' and others' if recipe.kv_cache.layers else ''}"
         rows.append((name, weights, activations, steps))
     return Table(columns=tuple(map(Column, ("recipe", "weights", "activations", "steps"))), rows=tuple(rows))
-
-
-command = recipes

@@ -64,7 +64,7 @@ def _show_one(output_to: Output, report: Report, output: Path | None, **how: Any
     lines = [headline(report), *gate_lines(report.gates)]
     metrics = json_ready(gate_numbers(report))
     data = {"model": report.model.name, "held": report.held, "metrics": metrics, "page": output and str(output)}
-    output_to.result(lambda: data, lambda: "\n".join(lines), lambda: comparison_table(report.comparisons))
+    output_to.result(data, "\n".join(lines), comparison_table(report.comparisons))
 
 
 def _show_many(output_to: Output, reports: list[Report], output: Path | None, **how: Any) -> None:
@@ -75,8 +75,5 @@ def _show_many(output_to: Output, reports: list[Report], output: Path | None, **
         _write_page(output, lambda: render_comparisons({"Size, quality, speed": comparison}), **how)
     for warning in comparison.warnings:
         output_to.tell(f"warning: {warning}")
-    output_to.result(
-        lambda: {**asdict(comparison), "page": output and str(output)},
-        lambda: checkpoints_table(comparison),
-        lambda: comparison_sentence(comparison),
-    )
+    data = {**asdict(comparison), "page": output and str(output)}
+    output_to.result(data, checkpoints_table(comparison), comparison_sentence(comparison))

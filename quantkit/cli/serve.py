@@ -1,14 +1,18 @@
 """`quantkit serve`: serve the engine through OpenAI's HTTP API."""
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
 from quantkit.cli._options import engine_options, option_group, settings_of
-from quantkit.cli._output import Command, Output
+from quantkit.cli._output import Command, Output, say
 from quantkit.distribution import install_command
+from quantkit.errors import InputError
+from quantkit.runtime.config import adapter_folders
 from quantkit.settings import setting
 
 
@@ -73,16 +77,6 @@ def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None
       quantkit serve demo-awq-int4 --adapter sql=sql-lora --adapter support-lora
       quantkit serve demo-awq-int4 --host 0.0.0.0 --api-key "$KEY"
     """
-    _serve(output_to, engine, checkpoint, ServeOptions(**options))
-
-
-def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, options: ServeOptions) -> None:
-    import os
-    from pathlib import Path
-
-    from quantkit.cli._output import say
-    from quantkit.errors import InputError
-
     try:
         from quantkit.server.admission import known_hosts
         from quantkit.server.app import Server
@@ -92,38 +86,36 @@ def _serve(output_to: Output, engine: dict[str, Any], checkpoint: str | None, op
         raise InputError(
             f"serving needs the package {error.name}, which is not installed; run {install_command('serve')}"
         ) from None
-    from quantkit.runtime.config import adapter_folders
     from quantkit.runtime.llm import LLM
 
-    key = options.api_key or os.environ.get("QUANTKIT_API_KEY") or None
-    if key is None and is_public(options.host) and not options.no_api_key:
+    asked = ServeOptions(**options)
+    key = asked.api_key or os.environ.get("QUANTKIT_API_KEY") or None
+    if key is None and is_public(asked.host) and not asked.no_api_key:
         raise InputError(
-            f"{options.host} can be reached from other machines, and no key is set; give --api-key, or --no-api-key "
+            f"{asked.host} can be reached from other machines, and no key is set; give --api-key, or --no-api-key "
             "to let anybody use the model"
         )
     # Clients on other machines reach a public address by host names that the server cannot know.
-    is_any = "*" in options.allow_host or (is_public(options.host) and not options.allow_host)
-    name = options.served_name or ("demo" if checkpoint is None else Path(checkpoint).name)
+    is_any = "*" in asked.allow_host or (is_public(asked.host) and not asked.allow_host)
+    name = asked.served_name or ("demo" if checkpoint is None else Path(checkpoint).name)
     if name in adapter_folders(engine.get("adapters", ())):
         raise InputError(f"model and adapter are both named {name!r}; give --adapter NAME=DIR with another name")
-    llm = LLM(checkpoint, lazy=True, max_sequences=options.max_running, **engine)
-    bridge = Bridge(llm, max_waiting=options.max_waiting, say=say)
+    llm = LLM(checkpoint, lazy=True, max_sequences=asked.max_running, **engine)
+    bridge = Bridge(llm, max_waiting=asked.max_waiting, say=say)
     server = Server(
         bridge=bridge,
         name=name,
-        max_prompt=options.max_prompt,
+        max_prompt=asked.max_prompt,
         key=key,
-        log=say if options.log_requests else None,
-        origins=tuple(map(_origin, options.allow_origin)),
-        hosts=None if is_any else known_hosts(options.host, options.allow_host),
+        log=say if asked.log_requests else None,
+        origins=tuple(map(_origin, asked.allow_origin)),
+        hosts=None if is_any else known_hosts(asked.host, asked.allow_host),
     )
-    HttpServer(server, output_to.tell, options.drain_seconds).run_until_ended(bind(options.host, options.port))
+    HttpServer(server, output_to.tell, asked.drain_seconds).run_until_ended(bind(asked.host, asked.port))
 
 
 def _origin(text: str) -> str:
     """Return an origin in the form that browsers send."""
-    from quantkit.errors import InputError
-
     origin = text.strip().lower().removesuffix("/")
     if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
         raise InputError(f"--allow-origin {text!r} is not an origin; give SCHEME://HOST[:PORT], or '*' for all")

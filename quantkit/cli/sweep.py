@@ -74,10 +74,10 @@ def command(
     compared = compare_trials(records)
     failed = [record for record in records if record.report is None]
     output_to.result(
-        lambda: _numbers(records, compared, options.output),
+        _numbers(records, compared, options.output),
         *_tables(compared),
-        lambda: _failures(failed) if failed else None,
-        lambda: f"all output is in {options.output}",
+        _failures(failed) if failed else None,
+        f"all output is in {options.output}",
     )
     if failed:
         say(f"error: {len(failed)} of {len(records)} trials failed; the first is {failed[0].name}: {failed[0].reason}")
@@ -117,15 +117,15 @@ def _listed(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _tables(compared: Mapping[str, CheckpointComparison]) -> list[Any]:
+def _tables(compared: Mapping[str, CheckpointComparison]) -> list[Table | str]:
     from dataclasses import replace
 
     from quantkit.report.compare import checkpoints_table, comparison_sentence
 
-    shown: list[Any] = []
+    shown: list[Table | str] = []
     for model, comparison in compared.items():
         table = replace(checkpoints_table(comparison), title=f"{model}, smallest first")
-        shown += [lambda table=table: table, lambda comparison=comparison: comparison_sentence(comparison)]
+        shown += [table, comparison_sentence(comparison)]
     return shown
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,29 +91,14 @@ def finish(
     Raises:
         GateFailure: a gate did not hold. With --json, only the exit code reports it.
     """
-    if problem:
-        output_to.tell(f"warning: {problem}")
-    output_to.result(lambda: {**(entries or {}), **report_numbers(report, files)}, *shown(report, files))
-    output_to.require(report.held, lambda: failure(report))
-
-
-def failure(report: Report) -> str:
-    """Describe the failed gates, by how much they failed, and the most promising remedy, in one line."""
-    from quantkit.report.tables import remedies
-
-    failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
-    todo = next(iter(remedies([gate for gate in report.gates if not gate.held])), "")
-    total = counted(len(report.gates), "gate")
-    return f"{len(failed)} of {total} did not hold: {'; '.join(failed)}. Suggested change: {todo}"
-
-
-def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the object for --json; report.json has more detail."""
-    from quantkit.report.files import json_ready
+    from quantkit.report.files import json_ready, report_tables
+    from quantkit.report.tables import gate_lines, headline
     from quantkit.results.gates import gate_numbers
 
+    if problem:
+        output_to.tell(f"warning: {problem}")
     proposal = report.sensitivity and report.sensitivity.proposal
-    return {
+    numbers = {
         "held": report.held,
         "gates": json_ready([gate.to_dict() for gate in report.gates]),
         "metrics": json_ready(gate_numbers(report)),
@@ -121,21 +106,23 @@ def report_numbers(report: Report, files: Mapping[str, Path]) -> dict[str, Any]:
         "notes": list(report.notes),
         "files": {kind: str(path) for kind, path in files.items()},
     }
+    folders = ", ".join(sorted({str(path.parent) for path in files.values()}))
+    written = f"written to {folders}: {', '.join(path.name for path in files.values())}"
+    gates = "\n".join(gate_lines(report.gates)) or None
+    # The report has the same tables.
+    shown = headline(report), gates, *report_tables(report), "\n".join([*report.notes, written])
+    output_to.result({**(entries or {}), **numbers}, *shown)
+    output_to.require(report.held, failure(report))
 
 
-def shown(report: Report, files: Mapping[str, Path]) -> list[Callable[[], Any]]:
-    """Return functions that build the texts and tables to print, the verdict first. The report has the same tables."""
-    from quantkit.report.files import report_tables
-    from quantkit.report.tables import gate_lines, headline
+def failure(report: Report) -> str:
+    """Describe the failed gates, by how much they failed, and the most promising remedy, in one line."""
+    from quantkit.report.tables import remedies
 
-    folders = sorted({str(path.parent) for path in files.values()})
-    names = ", ".join(path.name for path in files.values())
-    return [
-        lambda: headline(report),
-        lambda: "\n".join(gate_lines(report.gates)) or None,
-        *(lambda table=table: table for table in report_tables(report)),
-        lambda: "\n".join([*report.notes, f"written to {', '.join(folders)}: {names}"]),
-    ]
+    failed = [f"{gate.gate} ({gate.explanation})" for gate in report.gates if not gate.held]
+    todo = next(iter(remedies(report.gates)), "")
+    total = counted(len(report.gates), "gate")
+    return f"{len(failed)} of {total} did not hold: {'; '.join(failed)}. Suggested change: {todo}"
 
 
 def check_before(recipe: Recipe, gates: tuple[str, ...] | None) -> None:
@@ -164,7 +151,7 @@ def verify_result(
     model: str | None,
     gates: tuple[str, ...] | None,
     how: Mapping[str, Any],
-    summary: Callable[[], Table],
+    summary: Table,
 ) -> None:
     """Verify a new checkpoint, and rename it if it fails.
 
@@ -185,7 +172,7 @@ def verify_result(
         output_to.tell(f"the checkpoint failed verification and was renamed to {path}")
     files, problem = write_report(report, path)
     if not output_to.as_json:  # with --json, `finish` prints one object for both
-        output_to.result(dict, summary, lambda: "")
+        output_to.result({}, summary, "")
     finish(output_to, report, files, problem, {**result.to_dict(), "output": str(path)})
 
 

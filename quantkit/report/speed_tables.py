@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 LATENCIES = {
     "TTFT": ("time to first token", "from the arrival of the request to its first token."),
     "ITL": ("inter-token latency", "every gap between tokens, over all requests; its tail shows stalls."),
-    "TPOT": (
-        "time per output token",
-        "(last token - first) / (tokens - 1), one per request; hides stalls.",
-    ),
+    "TPOT": ("time per output token", "(last token - first) / (tokens - 1), one per request; hides stalls."),
 }
 DEFINITIONS = "\n".join(
     (*(f"{name}: {text}" for name, (_, text) in LATENCIES.items()), "Tokens of one speculative step share its time.")
@@ -53,7 +50,7 @@ def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:
 def latency_table(runs: Runs) -> Table | None:
     """Create the table of TTFT, ITL and TPOT percentiles of each run."""
     rows = tuple(
-        (label, name, q.p50, q.p90, q.p99, q.mean, q.count)
+        (label, name, *q.values())
         for label, run in _serving(runs)
         for name, values in run.latencies.items()
         if (q := quantiles(values)) is not None

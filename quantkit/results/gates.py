@@ -60,13 +60,12 @@ class Metric:
 
 def gate_numbers(report: Report) -> dict[str, float]:
     """Return every measured number that gates can limit, keyed by its name in a gate."""
-    numbers = {}
+    numbers: dict[str, float] = {}
     for name, metric in METRICS.items():
-        for position, (subject, value) in enumerate(metric.values(report).items()):
-            if position == 0:
-                numbers[name] = value
-            if subject:
-                numbers[f"{name}[{subject}]"] = value
+        values = metric.values(report)
+        if values:
+            numbers[name] = next(iter(values.values()))
+        numbers |= {f"{name}[{subject}]": value for subject, value in values.items() if subject}
     return numbers
 
 

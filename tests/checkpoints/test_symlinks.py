@@ -107,7 +107,7 @@ def test_a_push_uploads_nothing_that_a_link_leads_to(single, secret):
     (single / "deep" / "deeper" / "notes").symlink_to(secret)
     check_links(single)
     with pytest.raises(ModelError, match="deep/deeper/notes is a link to"):
-        push(single, "a/b", origin={}, endpoint="http://127.0.0.1:1")
+        push(single, "a/b", source=None, endpoint="http://127.0.0.1:1")
 
 
 def test_a_card_that_is_a_link_is_not_read(single, secret):

@@ -139,7 +139,7 @@ def test_a_file_that_another_user_put_where_torch_keeps_its_cache_is_no_obstacle
 
 
 def test_names_of_strangers_do_not_steer_the_terminal(capsys):
-    Output(as_json=False, quiet=False).result(dict, lambda: "a\x1b[2J\nb")
+    Output(as_json=False, quiet=False).result({}, "a\x1b[2J\nb")
     say("c\x1b]0;title\x07")
     out, err = capsys.readouterr()
     assert out == "a\\x1b[2J\nb\n"

@@ -122,7 +122,7 @@ def made(tmp_path_factory):
 
 
 def test_every_file_arrives_with_a_card(hub, made):
-    address = push(made / "q", "me/it", origin=find_origin(made / "model"), endpoint=hub.url, token="t")
+    address = push(made / "q", "me/it", source=made / "model", endpoint=hub.url, token="t")
     assert "it" in address
     assert hub.files == {path.name: path.read_bytes() for path in (made / "q").iterdir() if path.is_file()}
     assert hub.files["LICENSE"] == b"do what you like"
@@ -154,10 +154,10 @@ def test_the_users_token_reaches_the_hub_and_nothing_else(hub, made, tmp_path, m
 
 def test_a_gguf_file_is_pushed_beside_its_card(hub, made):
     convert(made / "q", "gguf", made / "q.gguf", overwrite=True)
-    push(made / "q.gguf", "me/it", origin={}, endpoint=hub.url, token="t", private=True)
+    push(made / "q.gguf", "me/it", source=None, endpoint=hub.url, token="t")
     assert hub.files.keys() == {"q.gguf", "README.md"}
     assert hub.files["q.gguf"] == (made / "q.gguf").read_bytes()
-    assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
+    assert not hub.created[0].get("private")
     assert "llama-cli -m q.gguf" in hub.files["README.md"].decode()
 
 
@@ -168,13 +168,12 @@ def test_no_licence_is_made_up(made):
 
 
 def test_failures_are_one_line(hub, made, tmp_path):
-    origin = {}
     hub.refuse = True
     with pytest.raises(OutputError, match="hf auth login") as error:
-        push(made / "q", "me/it", origin=origin, endpoint=hub.url, token="t")
+        push(made / "q", "me/it", source=None, endpoint=hub.url, token="t")
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="user/name"):
-        push(made / "q", "it", origin=origin, endpoint=hub.url, token="t")
+        push(made / "q", "it", source=None, endpoint=hub.url, token="t")
     (tmp_path / "README.md").write_text("---\n: [\n---\n")
     with pytest.raises(ModelError, match="not valid YAML"):
         find_origin(tmp_path)

@@ -35,23 +35,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quantiles:
-    """Percentiles, mean and number of the values of one sample."""
-
-    p50: float
-    p90: float
-    p99: float
-    mean: float
-    count: int
-
-
-def quantiles(values: Sequence[float]) -> Quantiles | None:
-    """Return p50, p90, p99 and mean; None without values."""
+def quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Return percentiles ("p50", "p90", "p99"), "mean" and number ("count") of the values; None without values."""
     if not values:
         return None
-    p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
-    return Quantiles(p50=p50, p90=p90, p99=p99, mean=math.fsum(values) / len(values), count=len(values))
+    percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    return {**percentiles, "mean": math.fsum(values) / len(values), "count": len(values)}
 
 
 def median(values: Sequence[float]) -> float | None:
