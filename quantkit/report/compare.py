@@ -185,9 +185,6 @@ def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks:
             f"{title}: {comparison_sentence(comparison)}" if named else comparison_sentence(comparison)
             for title, comparison in comparisons.items()
         ),
-        held=None,
-        gates=(),
-        key_figures=(),
         sections=sections,
     )
 

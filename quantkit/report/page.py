@@ -6,7 +6,10 @@ The sections are in the order in which a reader needs them for a decision.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from quantkit.errors import ReportError
 from quantkit.report import behaviour_tables, plots, speed_tables, tables
@@ -16,26 +19,6 @@ from quantkit.report.tables import headline, key_figures
 from quantkit.results import Finding, Report
 from quantkit.results.remedies import describe_proposal
 from quantkit.results.statistics.summary import fit_gaps
-
-DEFINITIONS = (
-    ("Recovery", "The model's score in per cent of the original's, on the same items. For perplexity, where lower "
-        "is better, it is the original's perplexity in per cent of the model's."),
-    ("95 % interval", "For right-or-wrong items: Tango's score interval of the difference, and Nam and Blackwelder's "
-        "interval of the ratio. For other scores and for perplexity: the interval of Student's t, with the windows of "
-        "the text as independent items of perplexity. A mean over tasks gives all tasks equal weight."),
-    ("p", ("Probability of a difference at least this large if the models were equal: the mid-p form of McNemar's "
-        "exact test for right-or-wrong items, Student's t otherwise.")),
-    ("Noise", "Change of the original's number when the original computes in another dtype. A difference of at most "
-        "this size is called noise in both directions, so 101 % may be noise too."),
-    ("KL", "Kullback-Leibler divergence from the original's next-token distribution to the model's, in nats."),
-    ("Margin", "Logit of the token that the original chose, minus the highest logit of another token; each prompt "
-     "counts once. A decision is flipped if the model's likeliest token is not the one that the original chose."),
-    *((name, f"{meaning.capitalize()}: {text}") for name, (meaning, text) in speed_tables.LATENCIES.items()),
-    ("p50, p90, p99", "Percentiles by linear interpolation between order statistics, at position (n - 1) p / 100."),
-    ("MBU, MFU", "Model bandwidth utilization and model FLOP utilization: the share of the memory bandwidth, and of "
-     "the rate of a large matrix product, that a step reached."),
-    ("Floor", "The longer of bytes / memory bandwidth and operations / matrix-product rate, as measured in this run."),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,23 +46,6 @@ class PageSection:
     terms: Sequence[tuple[str, str]] = ()
     findings: Sequence[Finding] = ()
     beside: bool = False
-
-
-def report_sections(report: Report) -> list[PageSection]:
-    """Return the sections that are not empty, in order."""
-    builders = (
-        _accuracy,
-        _fidelity,
-        _behaviour,
-        _sensitivity,
-        _diagnosis,
-        _speed,
-        _memory,
-        _roofline,
-        _making,
-        _definitions,
-    )
-    return [section for build in builders if (section := build(report)) is not None]
 
 
 def _section(
@@ -183,11 +149,22 @@ def _making(report: Report) -> PageSection:
     )
 
 
-def _definitions(report: Report) -> PageSection:
-    measured = report.benchmark is not None
-    speed = ("TTFT", "ITL", "TPOT", "p50, p90, p99", "MBU, MFU", "Floor")
-    terms = [term for term in DEFINITIONS if measured or term[0] not in speed]
+def _terms(report: Report) -> PageSection:
+    words = yaml.safe_load(Path(__file__).with_name("templates").joinpath("terms.yaml").read_text("utf-8"))
+    terms = [*words["quality"].items()]
+    if report.benchmark is not None:
+        latencies = speed_tables.LATENCIES.items()
+        terms += [(name, f"{meaning.capitalize()}: {text}") for name, (meaning, text) in latencies]
+        terms += words["speed"].items()
     return PageSection(name="terms", title="What the words mean", terms=terms)
+
+
+SECTIONS = (_accuracy, _fidelity, _behaviour, _sensitivity, _diagnosis, _speed, _memory, _roofline, _making, _terms)
+
+
+def report_sections(report: Report) -> list[PageSection]:
+    """Return the sections that are not empty, in order."""
+    return [section for build in SECTIONS if (section := build(report)) is not None]
 
 
 def render_html(report: Report) -> str:
@@ -213,12 +190,13 @@ def render_page(**page: Any) -> str:
     """Render a page from quantkit's template.
 
     Args:
-        page: variables of the template: `title` and `subtitle`; `verdict`, one sentence; `held`, whether all gates held
-            (None without gates); `gates`; `key_figures`, each (name, figure, explanation); and `sections`.
+        page: variables of the template: `title` and `subtitle`; `verdict`, one sentence; `sections`; and, for a report:
+            `held`, whether all gates held (None without gates), `gates`, and `key_figures`, each (name, figure,
+            explanation).
     Raises:
         ReportError: jinja2 is not installed.
     """
-    text: str = _environment().get_template("page.html").render(page)
+    text: str = _environment().get_template("page.html").render({"held": None, "gates": (), "key_figures": (), **page})
     return text
 
 

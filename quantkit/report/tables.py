@@ -212,10 +212,7 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
     )
     rows = [(name, show(fidelity), None if noise is None else show(noise)) for name, show in kinds]
     if noise is not None:
-        rows.insert(
-            1,
-            ("mean KL to expect in another dtype", " to ".join(map(number, fidelity.within(noise))), None),
-        )
+        rows.insert(1, ("mean KL to expect in another dtype", " to ".join(map(number, fidelity.within(noise))), None))
     return Table(
         title=f"On {fidelity.data}, {fidelity.num_tokens:,} tokens",
         columns=(Column(), Column("model", str), Column("original, other dtype", str)),
