@@ -251,11 +251,9 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
         CheckpointError: the file exists but is not valid.
     """
     path = folder / name
-    return (
-        read_object(path, CheckpointError, "copy it again, or delete it to continue without it")
-        if path.exists()
-        else {}
-    )
+    if not path.exists():
+        return {}
+    return read_object(path, CheckpointError, "copy it again, or delete it to continue without it")
 
 
 def merged_digests(path: Path) -> tuple[str, ...]:

@@ -117,11 +117,9 @@ def _cache_lines(section: Mapping[str, Any]) -> list[str]:
     """Return `kv_cache:` with one line per field, and one per entry of `layers`."""
     fields = {key: value for key, value in section.items() if key != "layers" and value is not None}
     lines = ["kv_cache:", *(f"  {key}: {_flow(value)}" for key, value in fields.items())]
-    return [
-        *lines,
-        *(["  layers:"] if "layers" in section else []),
-        *(f"    - {_flow(e)}" for e in section.get("layers", ())),
-    ]
+    if "layers" in section:
+        lines += ["  layers:", *(f"    - {_flow(entry)}" for entry in section["layers"])]
+    return lines
 
 
 def _flow(value: Any) -> str:

@@ -290,3 +290,11 @@ set_option = click.option(
     "--set", "changes", metavar="FIELD=VALUE", multiple=True, help="Change a recipe field; repeatable."
 )
 push_option = click.option("--push-to-hub", metavar="USER/NAME", help="Upload the output with a model card.")
+
+
+def push_output(output: str, repo: str | None, source: str | None) -> None:
+    """Upload an output, made from the model `source` (None = the demo model), if `--push-to-hub` is given."""
+    if repo:
+        from quantkit.upload import push
+
+        push(output, repo, source=source)

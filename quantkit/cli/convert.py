@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import RUN, Settings, option_group, push_option
+from quantkit.cli._options import RUN, Settings, option_group, push_option, push_output
 from quantkit.cli._output import Command, Output
 from quantkit.quantities import byte_size, counted
 from quantkit.report.table import Table, facts
@@ -65,10 +65,7 @@ def command(
     name, suffix = Path(checkpoint).resolve().name, FORMATS.load(to).suffix
     target = output or (f"{name}{suffix}" if suffix else f"{name}-{to}")
     result = run(checkpoint, to, target, progress=showing_layers(output_to), **how)
-    if push_to_hub:
-        from quantkit.upload import push
-
-        push(target, push_to_hub, source=checkpoint)
+    push_output(target, push_to_hub, checkpoint)
     output_to.result(asdict(result), _summary(result), f"next: quantkit inspect {result.output}")
 
 

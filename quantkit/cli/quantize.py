@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantkit.cli._options import RUN, Settings, launch_ranks, option_group, push_option, set_option
+from quantkit.cli._options import RUN, Settings, launch_ranks, option_group, push_option, push_output, set_option
 from quantkit.cli._output import Command, Output, explain
 from quantkit.cli.verify import check_before, gate_option, verify_result
 from quantkit.quantities import byte_size, counted, elapsed
@@ -125,13 +125,10 @@ def command(
         return
     if verify:  # before the upload: a checkpoint that fails is not uploaded
         verify_result(output_to, result, model, gates, how, _summary(result))
-    if push_to_hub:
-        from quantkit.upload import push
-
-        push(result.output, push_to_hub, source=model)
+    push_output(result.output, push_to_hub, model)
     if not verify:
-        worst = _worst(result) if result.num_quantized else None
-        output_to.result(result.to_dict(), _summary(result), worst, f"next: quantkit inspect {result.output}")
+        next_step = f"next: quantkit inspect {result.output}"
+        output_to.result(result.to_dict(), _summary(result), _worst(result), next_step)
 
 
 def _with_one_adapter(how: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +205,9 @@ def _times(result: CompressionResult) -> str:
     return f"{total}: " + ", ".join(f"{name} {elapsed(seconds)}" for name, seconds in phases)
 
 
-def _worst(result: CompressionResult) -> Table:
+def _worst(result: CompressionResult) -> Table | None:
+    if not result.num_quantized:
+        return None
     four = "{:.4f}".format
     return Table(
         title="worst linears by relative error, beside the error of round-to-nearest",

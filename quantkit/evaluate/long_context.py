@@ -75,12 +75,9 @@ def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) 
     """Generate all answers and score them."""
     # A single answer is complete at the first punctuation mark, so generating more would only take time. Several may
     # come as a list, line by line.
-    params = [
-        SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
-        if len(needle.answers) == 1
-        else SamplingParams(max_tokens=SEVERAL_TOKENS)
-        for needle in needles
-    ]
+    single = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))
+    several = SamplingParams(max_tokens=SEVERAL_TOKENS)
+    params = [single if len(needle.answers) == 1 else several for needle in needles]
     completions = generate_in_turns(llm, [needle.prompt for needle in needles], params, say=say)
     records = tuple(
         SampleRecord(

@@ -286,6 +286,7 @@ def _judge(report: Report, gate: Gate) -> GateResult:
     reason = metric.lacks(report, gate.subject) if metric.lacks and not has_value else ""
     value = None if reason else _pick(gate, values)
     held = value is not None and OPERATORS[gate.operator](value, gate.limit)
+    todo = MORE_PROMPTS if reason else remedy(report, gate.metric, metric.kind, measured=value is not None)
     if value is None:
         explanation = f"{reason or f'{gate.metric} was not measured'}, so the gate does not hold"
     else:
@@ -301,11 +302,7 @@ def _judge(report: Report, gate: Gate) -> GateResult:
         value=value,
         held=held,
         explanation=explanation,
-        remedy=None
-        if held
-        else MORE_PROMPTS
-        if reason
-        else remedy(report, gate.metric, metric.kind, measured=value is not None),
+        remedy=None if held else todo,
     )
 
 

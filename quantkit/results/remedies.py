@@ -2,7 +2,19 @@
 
 from quantkit.results import Report, SensitivityProposal
 
-ACCEPTANCE_RATIO, DRIFT = "acceptance_ratio", "drift"
+ACCEPTANCE_RATIO = "acceptance_ratio"
+_TO_MEASURE = {
+    ACCEPTANCE_RATIO: "add `--speculate mtp` to `quantkit verify`, for a model with an MTP head",
+    "drift": "add `--drift TOKENS` to `quantkit verify`, e.g. 2k",
+}
+_MEASURE_IT = (
+    "let `quantkit verify` measure it (`--suite none` leaves out tasks, `--no-bench` speed and memory), or name the "
+    "gates to check with --gate"
+)
+_TO_IMPROVE = {
+    ACCEPTANCE_RATIO: "quantize the MTP head less: leave it unquantized, or give it 8 bits",
+    "drift": "give more bits to the KV cache (`--kv-cache`, or `kv_cache:` of the recipe) or to the weights",
+}
 
 
 def remedy(report: Report, metric: str, kind: str, *, measured: bool = True) -> str:
@@ -14,21 +26,10 @@ def remedy(report: Report, metric: str, kind: str, *, measured: bool = True) -> 
         kind: topic of this metric; see `gates.Metric`.
         measured: whether the metric was measured.
     """
-    if metric == ACCEPTANCE_RATIO and not measured:
-        return "add `--speculate mtp` to `quantkit verify`, for a model with an MTP head"
-    if metric == DRIFT:
-        return (
-            "give more bits to the KV cache (`--kv-cache`, or `kv_cache:` of the recipe) or to the weights"
-            if measured
-            else "add `--drift TOKENS` to `quantkit verify`, e.g. 2k"
-        )
     if not measured:
-        return (
-            "let `quantkit verify` measure it (`--suite none` leaves out tasks, `--no-bench` speed and memory), or "
-            "name the gates to check with --gate"
-        )
-    if metric == ACCEPTANCE_RATIO:
-        return "quantize the MTP head less: leave it unquantized, or give it 8 bits"
+        return _TO_MEASURE.get(metric, _MEASURE_IT)
+    if metric in _TO_IMPROVE:
+        return _TO_IMPROVE[metric]
     if kind == "speed":
         return _speed_remedy(report)
     if kind == "memory":
