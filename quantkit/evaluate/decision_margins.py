@@ -21,7 +21,7 @@ from torch import Tensor
 from quantkit.distributed import share_out
 from quantkit.evaluate.behaviour import RATES, BehaviourPlan, Trace, scores
 from quantkit.evaluate.fidelity import check_vocabulary, distances, entropies, paired_batches, paired_logits
-from quantkit.evaluate.work_sharing import Meter, Say
+from quantkit.evaluate.work_sharing import Meter, Say, shared_length
 from quantkit.results.behaviour import DECISIONS, MIN_PROMPTS, BehaviourResult, ExampleRecord, MarginRecord
 from quantkit.results.statistics.paired import compare_pairs
 from quantkit.results.statistics.summary import percentile
@@ -303,8 +303,7 @@ def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace
         # Worse: a good property was lost, or a bad one is new.
         worse = (name for name, was in reversed(good.items()) if was != now.get(name) and was == RATES[name][0])
         lost = next(worse, "")
-        pairs = enumerate(zip(before.text, after.text, strict=False))
-        parted = next((at for at, (one, other) in pairs if one != other), min(len(before.text), len(after.text)))
+        parted = shared_length(before.text, after.text)
         seen[lost] += 1
         record = ExampleRecord(
             prompt=_shortened(before.question.prompt.question),

@@ -150,10 +150,11 @@ def cut(weights: Sequence[int], least: int, most: int) -> list[range]:
 
 def _new_tokens(ids: Sequence[tuple[int, ...]]) -> list[int]:
     """Return for each text the number of tokens after the prefix that it shares with the text before it."""
-    return [len(own) - _shared(own, before) for own, before in zip(ids, [(), *ids], strict=False)]
+    return [len(own) - shared_length(own, before) for own, before in zip(ids, [(), *ids], strict=False)]
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the beginning that two sequences share."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

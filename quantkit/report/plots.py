@@ -3,6 +3,7 @@ to plot.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ def sensitivity_plot(sensitivity: SensitivityMap) -> str:
         for record in sensitivity.records:
             # Rectangles, not an image: only vectors can take the colours of the page's theme.
             corner = (record.layer - 0.5, groups.index(record.group) - 0.5)
-            axes.add_patch(Rectangle(corner, 1, 1, facecolor=HEAT[heat_step(record.kl, edges)], edgecolor="none"))
+            axes.add_patch(Rectangle(corner, 1, 1, facecolor=HEAT[bisect_left(edges, record.kl)], edgecolor="none"))
         axes.set(xlim=(-0.5, layers - 0.5), ylim=(len(groups) - 0.5, -0.5), xlabel="decoder layer")
         axes.set_yticks(range(len(groups)), [_short(group) for group in groups])
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -78,11 +79,6 @@ def heat_edges(values: Sequence[float]) -> list[float]:
     high = max(high, 2 * low)
     steps = len(HEAT) - 1
     return [low * (high / low) ** (i / steps) for i in range(steps)]
-
-
-def heat_step(value: float, edges: Sequence[float]) -> int:
-    """Return the shade of a value, 0 for the lightest."""
-    return sum(value > edge for edge in edges)
 
 
 def heat_labels(edges: Sequence[float]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from bisect import bisect_left
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -11,7 +12,7 @@ import pytest
 
 from quantkit.report.files import render_junit, render_markdown
 from quantkit.report.page import keep_together, render_html, report_sections
-from quantkit.report.plots import heat_edges, heat_labels, heat_step, short_number
+from quantkit.report.plots import heat_edges, heat_labels, short_number
 from quantkit.report.svg import COLOURS, new_figure, to_svg
 from quantkit.report.tables import chance_note, headline, p_value
 from quantkit.results import BenchmarkResult, EvaluationResult, ModelFacts, Report
@@ -183,7 +184,7 @@ def test_settings_of_the_user_do_not_reach_the_plots():
 def test_shades_cover_all_values_in_order():
     edges = heat_edges([1e-5, 2e-4, 3e-4, 1e-3, 0.1])
     assert edges == sorted(edges)
-    steps = [heat_step(value, edges) for value in (0.0, 2e-4, 1e-3, 0.05, 0.1)]
+    steps = [bisect_left(edges, value) for value in (0.0, 2e-4, 1e-3, 0.05, 0.1)]
     assert steps == sorted(steps)
     assert (steps[0], steps[-1]) == (0, 5)
     assert len(heat_labels(edges)) == 6
