@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoints.encoded_weight import EncodedInfo, Read
-from quantkit.checkpoints.header import TensorInfo, kind_of
+from quantkit.checkpoints.header import kind_of
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.checkpoints.symlinks import check_links
@@ -192,7 +192,8 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
             )
         if info is None or info.shape != model.info(f"{name}.weight").shape:
             raise ModelError(f"{adapter.path}: {name} is a part of another tensor of {reader.path}; {_MERGE}")
-        tensors[stored] = _merged_info(stored, info, update)
+        where, parts = f"{info.file}: {stored}", {"weight": info}
+        tensors[stored] = _MergedInfo.of(info, info.shape, info.dtype, where=where, parts=parts, update=update)
     return reader.view(tensors, reader.config, merge_note(adapter))
 
 
@@ -210,26 +211,6 @@ class _MergedInfo(EncodedInfo):
 
     def values(self, read: Read) -> Tensor:
         return self.update.merged(read(self.parts["weight"]))
-
-
-def _merged_info(name: str, info: TensorInfo, update: LowRankUpdate) -> _MergedInfo:
-    return _MergedInfo(
-        kind=info.kind,
-        shape=info.shape,
-        file=info.file,
-        offset=info.offset,
-        num_bytes=info.num_bytes,
-        where=f"{info.file}: {name}",
-        parts={"weight": info},
-        scheme=None,
-        decoder=_no_codes,
-        transposed=False,
-        update=update,
-    )
-
-
-def _no_codes(*_: Any) -> Any:
-    raise AssertionError("a merged weight has no codes")
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], CheckpointReader]:

@@ -7,7 +7,6 @@ and scales, in the dtype of config.json. The view has no quantization_config, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from quantkit.checkpoints.encoded_weight import EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, gguf_model
-from quantkit.checkpoints.header import TensorInfo, kind_of
+from quantkit.checkpoints.header import TensorInfo
 from quantkit.checkpoints.kv_cache_entries import is_cache_scale
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.errors import CheckpointError, located
@@ -103,18 +102,8 @@ class _Source:
         transposed = self.format.is_stacked or module.endswith(self.transposed)
         shape = (*stack, *(shape[::-1] if transposed else shape))
         first = next(iter(infos.values()))
-        return EncodedInfo(
-            kind=kind_of(self.dtype),
-            shape=shape,
-            file=first.file,
-            offset=first.offset,
-            num_bytes=math.prod(shape) * self.dtype.itemsize,
-            where=where,
-            parts=infos,
-            scheme=scheme,
-            decoder=self.format.decode,
-            transposed=transposed,
-        )
+        facts = {"where": where, "parts": infos, "scheme": scheme, "transposed": transposed}
+        return EncodedInfo.of(first, shape, self.dtype, decoder=self.format.decode, **facts)
 
     def _scheme(self, module: str) -> LinearScheme:
         """Return the scheme of a module that is stored as codes."""

@@ -3,13 +3,15 @@
 The checkpoint's format provides the decoder; see `dense_source`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.header import TensorInfo
+from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -28,15 +30,27 @@ class EncodedInfo(TensorInfo):
         where: file and name of the weight, for messages.
         parts: stored tensors (codes, scales, ...), keyed by local name; for a stack of matrices, each part is (E, ...).
         scheme: scheme of the linear; None = the weight can be read only as values, not as codes.
-        decoder: function that decodes the parts of one matrix.
+        decoder: function that decodes the parts of one matrix; required if there is a scheme.
         transposed: whether the values are (K, N) instead of (N, K).
     """
 
     where: str
     parts: Mapping[str, TensorInfo]
-    scheme: LinearScheme | None
-    decoder: Decoder
-    transposed: bool
+    scheme: LinearScheme | None = None
+    decoder: Decoder | None = None
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, first: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype, **fields: Any) -> Self:
+        """Return the description of a weight of this shape and dtype; `first` is its first part in the file.
+
+        Args:
+            first: stored tensor that gives `file` and `offset`.
+            shape, dtype: shape and dtype of the dequantized values.
+            fields: all other fields.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        return cls(kind=kind_of(dtype), shape=shape, file=first.file, offset=first.offset, num_bytes=size, **fields)
 
     def item(self, index: int) -> "EncodedInfo":
         """See `TensorInfo`; every part of the result covers only the bytes of this entry."""
@@ -91,6 +105,7 @@ class EncodedInfo(TensorInfo):
         return values.T.contiguous() if self.transposed else values
 
     def _codes(self, scheme: LinearScheme, read: Read) -> QuantizedTensor:
+        assert self.decoder is not None, f"{self.where} has a scheme but no decoder"
         with located(self.where):
             weight = self.decoder({name: read(part) for name, part in self.parts.items()}, scheme)
             shape = self.shape[::-1] if self.transposed else self.shape

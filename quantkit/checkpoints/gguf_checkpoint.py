@@ -7,7 +7,6 @@ dtype when they are read. Opening the file reads only headers, metadata and rota
 """
 
 import functools
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from gguf import GGMLQuantizationType as Block
 
 from quantkit.checkpoints.gguf_config import Lookup, build_config
 from quantkit.checkpoints.gguf_tokenizer import tokenizer_files
-from quantkit.checkpoints.gguf_values import BlocksInfo, LatentInfo, no_codes
+from quantkit.checkpoints.gguf_values import BlocksInfo, LatentInfo
 from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.errors import CheckpointError
 from quantkit.formats.base import FLOAT_DTYPES
@@ -31,7 +30,7 @@ from quantkit.models.description import describe
 from quantkit.models.gguf_names import EXPERTS, interleaved_heads, layer_names, norm_modules, outer_names, vector_names
 from quantkit.models.layer_tensors import outer_tensors
 from quantkit.models.linear_sets import at
-from quantkit.safety.untrusted import CHUNK_BYTES, opened, read_chunks, shorten
+from quantkit.safety.untrusted import CHUNK_BYTES, file_stamp, read_chunks, shorten
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+)")
@@ -244,8 +243,11 @@ class GGUFModel:
             rows, shape = rows.item(expert), shape[1:]
         if stored.name.endswith(_KEYS):
             values = self._stored[stored.name.replace(_KEYS, _VALUES)]
-            parts = [self._blocks(part, part.rows(), part.info.shape, part.info.block) for part in (stored, values)]
-            return name, self._latent(stored, parts[0], parts[1])
+            key, value = (
+                self._blocks(part, part.rows(), part.info.shape, part.info.block) for part in (stored, values)
+            )
+            facts = {"where": stored.where, "parts": key.parts, "key": key, "value": value}
+            return name, LatentInfo.of(key, self._latent_shape(stored), key.dtype, **facts)
         relative = re.sub(rf"{re.escape(model.family.layers)}\.\d+\.", "", name, count=1)
         module = relative.rpartition(".")[0]
         heads = interleaved_heads(model).get(module, 0)
@@ -263,23 +265,6 @@ class GGUFModel:
             return name, rows
         return name, self._blocks(stored, rows, shape, block, heads=heads, added=added, transposed=transposed)
 
-    def _latent(self, stored: _Stored, key: BlocksInfo, value: BlocksInfo) -> LatentInfo:
-        shape = self._latent_shape(stored)
-        return LatentInfo(
-            kind=key.kind,
-            shape=shape,
-            file=key.file,
-            offset=key.offset,
-            num_bytes=torch.Size(shape).numel() * key.dtype.itemsize,
-            where=stored.where,
-            parts=key.parts,
-            scheme=None,
-            decoder=no_codes,
-            transposed=False,
-            key=key,
-            value=value,
-        )
-
     def _blocks(
         self, stored: _Stored, rows: TensorInfo, shape: tuple[int, ...], block: Block | None, **facts: Any
     ) -> BlocksInfo:
@@ -290,19 +275,9 @@ class GGUFModel:
         if block in PLAIN:
             dtype = PLAIN[block]
         shape = shape[::-1] if facts.get("transposed") else shape
-        return BlocksInfo(
-            kind=kind_of(dtype),
-            shape=shape,
-            file=rows.file,
-            offset=rows.offset,
-            num_bytes=torch.Size(shape).numel() * dtype.itemsize,
-            where=stored.where,
-            parts={f"weight_{'' if block is None else block.name.lower()}": rows},
-            scheme=scheme,
-            decoder=FORMAT.decode if scheme is not None else no_codes,
-            block=block,
-            **{"transposed": False, **facts},
-        )
+        parts = {f"weight_{'' if block is None else block.name.lower()}": rows}
+        facts |= {"where": stored.where, "parts": parts, "scheme": scheme, "block": block}
+        return BlocksInfo.of(rows, shape, dtype, decoder=FORMAT.decode, **facts)
 
 
 def open_gguf(path: Path) -> GGUFModel:
@@ -311,12 +286,7 @@ def open_gguf(path: Path) -> GGUFModel:
     Raises:
         CheckpointError, ModelError: see `GGUFModel`.
     """
-    stamps = []
-    for part in _parts(path):
-        with opened(part) as file:
-            status = os.fstat(file.fileno())
-        stamps.append((status.st_size, status.st_mtime_ns))
-    return _opened(path, tuple(stamps))
+    return _opened(path, tuple(map(file_stamp, _parts(path))))
 
 
 @functools.lru_cache(maxsize=2)

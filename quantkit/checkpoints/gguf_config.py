@@ -19,13 +19,7 @@ from quantkit.safety.untrusted import shorten
 
 # Tokens that end a turn; llama.cpp recognises them by their texts.
 _ENDS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"),
     "<|eom_id|>",
 )
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -120,7 +114,8 @@ def _find_family(name: Any, entries: _Metadata, where: str) -> tuple[Family, str
     scoring = "sigmoid" if entries.get("expert_gating_func") == _SIGMOID else "softmax"
     for family, key in read:
         assert family.gguf is not None
-        fits = (family.experts is not None) == has_experts and (family.experts or _Any).scoring == scoring
+        own = family.experts
+        fits = not has_experts if own is None else has_experts and own.scoring == scoring
         if family.gguf.name == name and fits:
             return family, next(iter(family.model_types), key) if key.startswith("gemma3") else key
     listed = ", ".join(dict.fromkeys(family.gguf.name for family, _ in read if family.gguf is not None))
@@ -205,9 +200,3 @@ def _special(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     ends = list(dict.fromkeys([*(number for number in stated if number is not None), *known_ends.values()]))
     ids = {f"{ours}_token_id": token_id(metadata, key, where) for ours, key in (("bos", "bos"), ("pad", "padding"))}
     return {**ids, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-
-
-class _Any:
-    """Stand-in for `Family.experts` in a family without experts."""
-
-    scoring = "softmax"

@@ -6,7 +6,6 @@ both changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,8 +100,3 @@ class LatentInfo(EncodedInfo):
 
     def values(self, read: Read) -> Tensor:
         return torch.cat([self.key.values(read).mT, self.value.values(read)], dim=1).reshape(self.shape)
-
-
-def no_codes(tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
-    """Stand in for the decoder of a tensor without codes."""
-    raise AssertionError(f"{', '.join(tensors)} have no codes")

@@ -85,8 +85,7 @@ class TensorInfo:
 
     def item(self, index: int) -> TensorInfo:
         """Return the description of one entry of the first dimension."""
-        num_bytes = self.num_bytes // self.shape[0]
-        return replace(self, shape=self.shape[1:], offset=self.offset + index * num_bytes, num_bytes=num_bytes)
+        return replace(self.rows(index, index + 1), shape=self.shape[1:])
 
 
 def kind_of(dtype: torch.dtype) -> str:

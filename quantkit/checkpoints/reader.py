@@ -8,12 +8,12 @@ import copy
 import hashlib
 import itertools
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from quantkit.errors import CheckpointError, suggestion
 from quantkit.formats import is_gguf
 from quantkit.machine.cores import available_cores
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.safety.untrusted import CHUNK_BYTES, opened, read_chunks
+from quantkit.safety.untrusted import CHUNK_BYTES, file_stamp, opened, read_chunks
 
 if sys.byteorder != "little":
     raise ImportError("quantkit.checkpoints needs a little-endian machine: safetensors stores little-endian numbers")
@@ -60,7 +60,7 @@ class CheckpointReader:
         self.names: tuple[str, ...] = tuple(sorted(self._tensors))
         if is_gguf(self.path) and (note := gguf_model(self.path).note):
             self.notes = (note,)
-        self._stamps = {path: _stamp(path) for path in self._sources()}
+        self._stamps = {path: file_stamp(path) for path in self._sources()}
         self._digests: dict[str, str] = {}  # shared with views
 
     def _share(self, reader: "CheckpointReader") -> None:
@@ -245,7 +245,7 @@ class CheckpointReader:
             CheckpointError: a file has changed; the message names it.
         """
         for path, stamp in self._stamps.items():
-            if _stamp(path) != stamp:
+            if file_stamp(path) != stamp:
                 raise CheckpointError(
                     f"{path} changed while it was read; run the command again (if it was `quantize`, add --no-resume)"
                 )
@@ -257,13 +257,6 @@ def value_chunks(value: Tensor, size: int = CHUNK_BYTES) -> Iterator[memoryview]
     data = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), size):
         yield data[start : start + size]
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return the size and the modification time of a file: at least one changes when the file is written."""
-    with opened(path) as file:
-        status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
 
 
 def _no_such_rows(name: str, info: TensorInfo, first: int, last: int) -> CheckpointError:
@@ -297,12 +290,12 @@ def _runs(asked: Tensor, limit: int) -> Iterator[tuple[int, int, Tensor]]:
             yield int(rows[begin]), int(rows[end - 1]) + 1, order[begin:end]
 
 
-def _read(file: BinaryIO, info: TensorInfo, start: int, num_bytes: int) -> Tensor:
+def _read(file: BufferedReader, info: TensorInfo, start: int, num_bytes: int) -> Tensor:
     """Read bytes [start, start + num_bytes) of a tensor as uint8."""
     data = torch.empty(num_bytes, dtype=torch.uint8)
     file.seek(info.offset + start)
     # Read into the tensor's memory: `read` would return a second copy.
-    done: int = file.readinto(data.numpy().data)  # type: ignore[attr-defined]
+    done = file.readinto(data.numpy().data)
     if done < num_bytes:
         raise CheckpointError(
             f"{info.file} ended {num_bytes - done} bytes early: it changed while it was read; run the command again"
@@ -316,8 +309,5 @@ def file_digest(path: Path) -> str:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    digest = hashlib.sha256()
     with opened(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -123,14 +123,9 @@ def _takes_text(renderer: Any) -> bool:
     Most templates convert an object to JSON themselves. Others insert the arguments into a text without converting
     them: such a template fails on an object, or prints it as a Python dict.
     """
-    template = str(renderer.chat_template)
-    known, answer = _TEXT_TEMPLATES.get(renderer, ("", False))
-    if known != template:
-        as_object = _with_call(renderer, {"probed": 1})
-        is_shown = as_object is not None and "{'probed': 1}" not in as_object
-        answer = not is_shown and _with_call(renderer, '{"probed": 1}') is not None
-        _TEXT_TEMPLATES[renderer] = template, answer
-    return answer
+    as_object = _with_call(renderer, {"probed": 1})
+    is_shown = as_object is not None and "{'probed': 1}" not in as_object
+    return not is_shown and _with_call(renderer, '{"probed": 1}') is not None
 
 
 def _with_call(renderer: Any, arguments: Any) -> str | None:
@@ -141,9 +136,6 @@ def _with_call(renderer: Any, arguments: Any) -> str | None:
         return str(renderer.apply_chat_template([_TURNS[0], answer], tokenize=False))
     except Exception:  # templates raise whatever their author chose
         return None
-
-
-_TEXT_TEMPLATES: WeakKeyDictionary[Any, tuple[str, bool]] = WeakKeyDictionary()
 
 
 def _try_template(render: Any, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> None:

@@ -6,11 +6,13 @@ This module defines no schemas; the callers check what the data means.
 import contextlib
 import itertools
 import json
+import os
 import re
 import stat
 from collections.abc import Hashable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
@@ -61,7 +63,7 @@ def check_path(path: Path, kind: type[InputError]) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BinaryIO]:
+def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BufferedReader]:
     """Open a file for reading; system errors become one-line errors.
 
     Args:
@@ -73,6 +75,17 @@ def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[Bin
             yield file
     except OSError as error:
         raise kind(f"cannot read {path}: {error.strerror}; check that it exists and is readable") from error
+
+
+def file_stamp(path: Path) -> tuple[int, int]:
+    """Return the size and the modification time of a file: at least one changes when the file is written.
+
+    Raises:
+        CheckpointError: the file cannot be opened.
+    """
+    with opened(path) as file:
+        status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES) -> Iterator[bytes]:
