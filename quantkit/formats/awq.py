@@ -35,7 +35,6 @@ class AWQFormat(Format):
     """The AWQ format. AutoRound writes this format too, under a `quant_method` of its own."""
 
     name: ClassVar[str] = "awq"
-    method: ClassVar[str] = "awq"
     scale_name: ClassVar[str] = "scales"
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = HALF_DTYPES
     package: ClassVar[str] = "gptqmodel"
@@ -98,7 +97,7 @@ class AWQFormat(Format):
                 f"awq supports one scheme for all linears, not {listed}; set format=gptq-v2 or use one scheme"
             )
         return {
-            "quant_method": self.method,
+            "quant_method": self.name,
             "bits": 4,
             "group_size": write_group_size(weights.pop()),
             "zero_point": True,

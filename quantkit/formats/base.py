@@ -37,9 +37,8 @@ class Format(ABC):
     Names in tensor dictionaries are local: `weight_packed`, not `model.layers.0.mlp.up_proj.weight_packed`.
     """
 
-    # The name that users write, and the `quant_method` of config.json.
+    # The name that users write, which is also the `quant_method` of config.json if there is one.
     name: ClassVar[str]
-    method: ClassVar[str] = ""
     # Suffix of a format that is one file, with its dot; "" = a directory.
     suffix: ClassVar[str] = ""
 
@@ -263,8 +262,7 @@ class Format(ABC):
 
     def owns(self, section: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` is in this format."""
-        # A format with an empty method owns no section, not even one whose method is empty.
-        return section.get("quant_method") == self.method != ""
+        return section.get("quant_method") == self.name
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         """Return the scheme that a `quantization_config` in this format describes."""

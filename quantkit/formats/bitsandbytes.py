@@ -36,7 +36,6 @@ class BitsAndBytes(Format):
     """
 
     name: ClassVar[str] = "bitsandbytes"
-    method: ClassVar[str] = "bitsandbytes"
     is_written: ClassVar[bool] = False
     scale_name: ClassVar[str] = ""  # differs between 4 and 8 bits
     package: ClassVar[str] = "bitsandbytes"

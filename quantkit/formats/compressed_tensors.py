@@ -51,7 +51,6 @@ class CompressedTensorsFormat(Format):
     """The compressed-tensors format."""
 
     name: ClassVar[str] = "compressed-tensors"
-    method: ClassVar[str] = "compressed-tensors"
     holds_activations: ClassVar[bool] = True
     holds_cache_scales: ClassVar[bool] = True
     order_name: ClassVar[str] = "weight_g_idx"

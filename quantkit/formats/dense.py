@@ -40,5 +40,8 @@ class DenseFormat(Format):
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
         return {}
 
+    def owns(self, section: Mapping[str, Any]) -> bool:
+        return False
+
 
 FORMAT = DenseFormat()

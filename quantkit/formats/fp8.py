@@ -39,7 +39,6 @@ class FineGrainedFP8(Format):
     """The fine-grained FP8 format. Decoding repeats a scale for every row of its block."""
 
     name: ClassVar[str] = "fp8"
-    method: ClassVar[str] = "fp8"
     is_written: ClassVar[bool] = False
     scale_name: ClassVar[str] = _SCALE
 

@@ -147,7 +147,7 @@ class GGUFFormat(CompressedTensorsFormat):
         return {"quant_method": self.name, "types": types, "codes": codes}
 
     def owns(self, section: Mapping[str, Any]) -> bool:
-        return section.get("quant_method") == self.name or super().owns(section)
+        return section.get("quant_method") in (self.name, CompressedTensorsFormat.name)
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:
         if section.get("quant_method") != self.name:

@@ -47,7 +47,6 @@ class GPTQFormat(Format):
     """GPTQ version 1."""
 
     name: ClassVar[str] = "gptq"
-    method: ClassVar[str] = "gptq"
     # The name of the version in config.json, and the number that is subtracted from each zero point to store it.
     version: ClassVar[str] = "gptq"
     zero_offset: ClassVar[int] = 1

@@ -35,7 +35,6 @@ class ModelOpt(Format):
     """The ModelOpt format. Where config.json has no `quantization_config`, quantkit uses hf_quant_config.json."""
 
     name: ClassVar[str] = "modelopt"
-    method: ClassVar[str] = "modelopt"
     is_written: ClassVar[bool] = False
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
 

@@ -29,7 +29,6 @@ class StackedMXFP4(Format):
     """The format of the experts of gpt-oss; the local tensor names of one expert are `blocks` and `scales`."""
 
     name: ClassVar[str] = "mxfp4"
-    method: ClassVar[str] = "mxfp4"
     is_written: ClassVar[bool] = False
     is_stacked: ClassVar[bool] = True
     scale_name: ClassVar[str] = "scales"

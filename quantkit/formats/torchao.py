@@ -30,7 +30,6 @@ class TorchAO(Format):
     """The torchao format."""
 
     name: ClassVar[str] = "torchao"
-    method: ClassVar[str] = "torchao"
     is_written: ClassVar[bool] = False
     shape_name: ClassVar[str] = "_weight_qdata"
     scale_name: ClassVar[str] = "_weight_scale"

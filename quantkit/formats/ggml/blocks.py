@@ -18,14 +18,15 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, SchemeError
 from quantkit.formats._unpacked import encode_microscaling, fp4_indices
-from quantkit.formats.ggml.k_quants import pack_blocks, pack_q6_k, round_to_k_blocks
+from quantkit.formats.ggml.k_quants import pack_blocks, pack_fields, round_to_k_blocks
 from quantkit.numerics.dtype import GGML_TYPES
-from quantkit.numerics.super_blocks import collect
+from quantkit.numerics.super_blocks import Blocks, collect
 from quantkit.numerics.tensor import QuantizedTensor
 
 PLAIN = {Block.F64: torch.float64, Block.F32: torch.float32, Block.F16: torch.float16, Block.BF16: torch.bfloat16}
 PLAIN |= {Block.I64: torch.int64, Block.I32: torch.int32, Block.I16: torch.int16, Block.I8: torch.int8}
-_OFFSETS = {Block.Q4_0: 8, Block.Q4_1: 0, Block.Q5_0: 16}  # from codes to the unsigned numbers of a block
+# From codes to the unsigned numbers of a block; those of Q8_0 are two's complement.
+_OFFSETS = {Block.Q4_0: 8, Block.Q4_1: 0, Block.Q5_0: 16, Block.Q6_K: 32, Block.Q8_0: 0}
 
 
 def block_values(block: Block) -> int:
@@ -106,46 +107,26 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         # ggml pairs value i with value i + 16 in a byte, where compressed-tensors pairs neighbours.
         return block, torch.cat([exponents, indices[:, :16] | indices[:, 16:] << 4], dim=1).view(rows, -1)
     scale, minimum = _per_block(_exact_half(weight.scale), weight, block), None
-    codes = weight.codes.view(-1, block_values(block))
-    if block == Block.Q6_K:
-        # A group fills whole blocks, so its scale is the block's and the integer scales of the sub-blocks are all 1.
-        ones = torch.ones(len(codes), 16, dtype=torch.int8)
-        return block, pack_q6_k(codes, ones, scale.view(-1, 1)).view(rows, -1)
+    codes = weight.codes.view(-1, block_values(block)).to(torch.int16)
     if weight.zero_point is not None:
         zero = _per_block(weight.zero_point, weight, block)
         # Q4_1 counts from 0: scale * (code - zero) = scale * (code + 8) - scale * (zero + 8).
         lowest = -(zero.float() + 8) * scale.float()
         if weight.scheme.dtype.bits == 4 and torch.equal(lowest.half().float(), lowest):
-            block, codes, minimum = Block.Q4_1, codes + 8, lowest
+            block, codes, minimum = Block.Q4_1, codes + 8, -lowest
         else:
             # The difference of two 4-bit numbers has five bits, that of 2-bit or 3-bit numbers at most four.
-            block, codes = Block.Q5_0 if weight.scheme.dtype.bits == 4 else block, codes - zero.view(-1, 1)
-    return block, _pack(block, codes, scale, minimum).view(rows, -1)
+            block, codes = Block.Q5_0 if weight.scheme.dtype.bits == 4 else block, codes - zero
+    # A group fills whole blocks, so its scale is the block's and the integer scales of sub-blocks are all 1.
+    ones = torch.ones(len(codes), 16 if block == Block.Q6_K else 1, dtype=torch.int8)
+    packed = pack_fields(block.name.lower(), codes + _OFFSETS[block], Blocks(scale, minimum, ones, ones))
+    return block, packed.view(rows, -1)
 
 
 def _per_block(parameters: Tensor, weight: QuantizedTensor, block: Block) -> Tensor:
-    """Repeat scales or zero points (N, G) for every block of a group: (M,)."""
+    """Repeat scales or zero points (N, G) for every block of a group: (M, 1)."""
     repeats = weight.shape[1] // parameters.shape[1] // block_values(block)
-    return parameters.repeat_interleave(repeats, dim=1).view(-1)
-
-
-def _pack(block: Block, codes: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
-    """Pack codes (M, 32) into blocks with one scale each: value = scale * code (+ minimum for Q4_1)."""
-    head = [_half_bytes(scale)]
-    if block == Block.Q8_0:
-        return torch.cat([*head, codes.to(torch.int8).view(torch.uint8)], dim=1)
-    if minimum is not None:
-        head.append(_half_bytes(minimum))
-    unsigned = codes.to(torch.int16) + _OFFSETS[block]
-    if block == Block.Q5_0:
-        bits = ((unsigned >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.int16)).sum(-1)
-        head.append(bits.to(torch.uint8))  # bit i is the fifth bit of value i
-    return torch.cat([*head, (unsigned[:, :16] & 15 | (unsigned[:, 16:] & 15) << 4).to(torch.uint8)], dim=1)
-
-
-def _half_bytes(values: Tensor) -> Tensor:
-    """Return the float16 bytes of values (M,): (M, 2) uint8."""
-    return values.to(torch.float16).view(-1, 1).contiguous().view(torch.uint8)
+    return parameters.repeat_interleave(repeats, dim=1).view(-1, 1)
 
 
 def _exact_half(scale: Tensor) -> Tensor:

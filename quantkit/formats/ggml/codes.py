@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError
 from quantkit.formats._unpacked import decode_microscaling
 from quantkit.formats.ggml.blocks import num_bytes
+from quantkit.formats.ggml.k_quants import BITS, NIBBLES, PAIRS
 from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
@@ -109,16 +110,13 @@ def _fields(data: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
     return fields.view(len(data), -1)
 
 
-_NIBBLES, _PAIRS, _BITS = (0, 4), (0, 2, 4, 6), tuple(range(8))
-
-
 def _simple(offset: int, *, minimum: bool = False, fifth: bool = False) -> Callable[[Tensor], Parts]:
     """Return a reader of blocks of 32 values: a scale, optionally a minimum and fifth bits, and nibbles at `offset`."""
 
     def read(blocks: Tensor) -> Parts:
-        codes = _fields(blocks[:, offset:], 16, _NIBBLES)
+        codes = _fields(blocks[:, offset:], 16, NIBBLES)
         if fifth:
-            codes = codes | _fields(blocks[:, offset - 4 : offset], 1, _BITS) << 4
+            codes = codes | _fields(blocks[:, offset - 4 : offset], 1, BITS) << 4
         scale = _half(blocks[:, :2])
         return (codes, scale, -_half(blocks[:, 2:4])) if minimum else (codes, scale.half(), None)
 
@@ -131,13 +129,13 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 def _q2_k(blocks: Tensor) -> Parts:
     scales, heads = blocks[:, :16], _half(blocks[:, 80:84])
-    return _fields(blocks[:, 16:80], 32, _PAIRS), heads[:, :1] * (scales & 15), heads[:, 1:] * (scales >> 4)
+    return _fields(blocks[:, 16:80], 32, PAIRS), heads[:, :1] * (scales & 15), heads[:, 1:] * (scales >> 4)
 
 
 def _q3_k(blocks: Tensor) -> Parts:
-    high = _fields(blocks[:, :32], 32, _BITS)
-    scales = _fields(blocks[:, 96:104], 8, _NIBBLES) | _fields(blocks[:, 104:108], 4, _PAIRS) << 4
-    return _fields(blocks[:, 32:96], 32, _PAIRS) | high << 2, _half(blocks[:, 108:]) * (scales.float() - 32), None
+    high = _fields(blocks[:, :32], 32, BITS)
+    scales = _fields(blocks[:, 96:104], 8, NIBBLES) | _fields(blocks[:, 104:108], 4, PAIRS) << 4
+    return _fields(blocks[:, 32:96], 32, PAIRS) | high << 2, _half(blocks[:, 108:]) * (scales.float() - 32), None
 
 
 def _q4_k(blocks: Tensor) -> Parts:
@@ -145,16 +143,16 @@ def _q4_k(blocks: Tensor) -> Parts:
     heads, low, high, rest = _half(blocks[:, :4]), blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 63, rest & 15 | low >> 6 << 4], dim=1)
     minimums = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], dim=1)
-    return _fields(blocks[:, -128:], 32, _NIBBLES), heads[:, :1] * scales, heads[:, 1:] * minimums
+    return _fields(blocks[:, -128:], 32, NIBBLES), heads[:, :1] * scales, heads[:, 1:] * minimums
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     codes, scale, minimum = _q4_k(blocks)
-    return codes | _fields(blocks[:, 16:48], 32, _BITS) << 4, scale, minimum
+    return codes | _fields(blocks[:, 16:48], 32, BITS) << 4, scale, minimum
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    codes = _fields(blocks[:, :128], 64, _NIBBLES) | _fields(blocks[:, 128:192], 32, _PAIRS) << 4
+    codes = _fields(blocks[:, :128], 64, NIBBLES) | _fields(blocks[:, 128:192], 32, PAIRS) << 4
     return codes, _half(blocks[:, 208:]) * blocks[:, 192:208].contiguous().view(torch.int8), None
 
 

@@ -1,4 +1,4 @@
-"""Pack ggml's blocks with whole-number scales: Q2_K to Q6_K; also Q4_1 and Q5_1, which have one group.
+"""Pack ggml's blocks: Q2_K to Q6_K with whole-number scales, and simple blocks, which have one group.
 
 `numerics.super_blocks` describes these scales and minimums, and searches them. Fields are in the order of the file.
 
@@ -7,8 +7,11 @@
     Q4_K  d, dmin, 12 bytes of 6-bit scales and minimums, 128 of codes
     Q5_K  d, dmin, 12 bytes of 6-bit scales and minimums, 32 of high bits, 128 of low bits
     Q6_K  128 bytes of low bits, 64 of high bits, 16 of scales, d
+    Q4_0  d, 16 bytes of codes
     Q4_1  d, minimum, 16 bytes of codes
+    Q5_0  d, 4 bytes of high bits, 16 of low bits
     Q5_1  d, minimum, 4 bytes of high bits, 16 of low bits
+    Q8_0  d, 32 bytes of codes in two's complement
 
 Shapes: M blocks of S groups.
 Source: ggml `src/ggml-common.h`, `src/ggml-quants.c`.
@@ -64,21 +67,15 @@ def size_weights(values: Tensor, dtype: DType, importance: Tensor | None) -> Ten
 
 def pack_blocks(codes: Tensor, blocks: Blocks, dtype: DType) -> Tensor:
     """Pack codes (M, values of a block), which start at `dtype.minimum`, with scales and minimums: (M, bytes) uint8."""
-    unsigned = (codes.to(torch.int16) - int(dtype.minimum)).to(torch.uint8)
-    return torch.cat([part.to(torch.uint8) for part in _PACK[dtype.name](unsigned, blocks)], dim=1)
+    return pack_fields(dtype.name, codes.to(torch.int16) - int(dtype.minimum), blocks)
 
 
-def pack_q6_k(codes: Tensor, scales: Tensor, step: Tensor) -> Tensor:
-    """Pack Q6_K blocks: value = step * scale * code.
+def pack_fields(name: str, codes: Tensor, blocks: Blocks) -> Tensor:
+    """Pack the unsigned codes (M, values of a block) of a type, in lower case as in the table above: (M, bytes) uint8.
 
-    Args:
-        codes: whole numbers in -32..31, (M, 256).
-        scales: (M, 16) whole numbers in -128..127.
-        step: (M, 1), exact in float16.
-    Returns:
-        (M, 210) uint8.
+    Types without sub-blocks ignore the scales in `blocks`: their scale is the step.
     """
-    return torch.cat(_q6_k((codes + 32).to(torch.uint8), Blocks(step, None, scales, None)), dim=1)
+    return torch.cat([part.to(torch.uint8) for part in _PACK[name](codes.to(torch.uint8), blocks)], dim=1)
 
 
 def _fields(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
@@ -90,7 +87,8 @@ def _fields(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
     return moved.sum(2, dtype=torch.uint8).view(len(values), -1)
 
 
-_NIBBLES, _PAIRS, _BITS = (0, 4), (0, 2, 4, 6), tuple(range(8))
+NIBBLES, PAIRS, BITS = (0, 4), (0, 2, 4, 6), tuple(range(8))
+"""Shifts of the fields that share a byte: of four bits each, of two, and of one."""
 
 
 def _half(*values: Tensor | None) -> Tensor:
@@ -102,13 +100,13 @@ def _half(*values: Tensor | None) -> Tensor:
 def _q2_k(codes: Tensor, blocks: Blocks) -> list[Tensor]:
     step, offset, scales, minimums = blocks
     assert minimums is not None
-    return [scales.to(torch.uint8) | minimums.to(torch.uint8) << 4, _fields(codes, 32, _PAIRS), _half(step, offset)]
+    return [scales.to(torch.uint8) | minimums.to(torch.uint8) << 4, _fields(codes, 32, PAIRS), _half(step, offset)]
 
 
 def _q3_k(codes: Tensor, blocks: Blocks) -> list[Tensor]:
     scales = (blocks.scales + 32).to(torch.uint8)
-    packed = [_fields(scales & 15, 8, _NIBBLES), _fields(scales >> 4, 4, _PAIRS)]
-    return [_fields(codes >> 2, 32, _BITS), _fields(codes & 3, 32, _PAIRS), *packed, _half(blocks.step)]
+    packed = [_fields(scales & 15, 8, NIBBLES), _fields(scales >> 4, 4, PAIRS)]
+    return [_fields(codes >> 2, 32, BITS), _fields(codes & 3, 32, PAIRS), *packed, _half(blocks.step)]
 
 
 def _six_bits(blocks: Blocks) -> list[Tensor]:
@@ -126,15 +124,15 @@ def _six_bits(blocks: Blocks) -> list[Tensor]:
 
 
 def _q4_k(codes: Tensor, blocks: Blocks) -> list[Tensor]:
-    return [*_six_bits(blocks), _fields(codes, 32, _NIBBLES)]
+    return [*_six_bits(blocks), _fields(codes, 32, NIBBLES)]
 
 
 def _q5_k(codes: Tensor, blocks: Blocks) -> list[Tensor]:
-    return [*_six_bits(blocks), _fields(codes >> 4, 32, _BITS), _fields(codes & 15, 32, _NIBBLES)]
+    return [*_six_bits(blocks), _fields(codes >> 4, 32, BITS), _fields(codes & 15, 32, NIBBLES)]
 
 
 def _q6_k(codes: Tensor, blocks: Blocks) -> list[Tensor]:
-    low, high = _fields(codes & 15, 64, _NIBBLES), _fields(codes >> 4, 32, _PAIRS)
+    low, high = _fields(codes & 15, 64, NIBBLES), _fields(codes >> 4, 32, PAIRS)
     return [low, high, blocks.scales.to(torch.int8).view(torch.uint8), _half(blocks.step)]
 
 
@@ -145,14 +143,29 @@ def _free(blocks: Blocks) -> Tensor:
 
 
 def _q4_1(codes: Tensor, blocks: Blocks) -> list[Tensor]:
-    return [_free(blocks), _fields(codes, 16, _NIBBLES)]
+    return [_free(blocks), _fields(codes, 16, NIBBLES)]
 
 
 def _q5_1(codes: Tensor, blocks: Blocks) -> list[Tensor]:
-    return [_free(blocks), _fields(codes >> 4, 1, _BITS), _fields(codes & 15, 16, _NIBBLES)]
+    return [_free(blocks), _fields(codes >> 4, 1, BITS), _fields(codes & 15, 16, NIBBLES)]
+
+
+def _q4_0(codes: Tensor, blocks: Blocks) -> list[Tensor]:
+    return [_half(blocks.step), _fields(codes, 16, NIBBLES)]
+
+
+def _q5_0(codes: Tensor, blocks: Blocks) -> list[Tensor]:
+    return [_half(blocks.step), _fields(codes >> 4, 1, BITS), _fields(codes & 15, 16, NIBBLES)]
+
+
+def _q8_0(codes: Tensor, blocks: Blocks) -> list[Tensor]:
+    return [_half(blocks.step), codes]
 
 
 _PACK: dict[str, Callable[[Tensor, Blocks], list[Tensor]]] = {
+    "q4_0": _q4_0,
+    "q5_0": _q5_0,
+    "q8_0": _q8_0,
     "q2_k": _q2_k,
     "q3_k": _q3_k,
     "q4_k": _q4_k,
