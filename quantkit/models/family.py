@@ -235,21 +235,6 @@ class Biases:
     norms: bool = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wrapper:
-    """Multimodal models that consist of a family's language model and encoders of images or other inputs.
-
-    Args:
-        hf_names: `architectures` entries of config.json; its `text_config` describes the language model.
-        backbone: name of the language model without its head.
-        beside: prefixes of the names of all tensors outside the language model.
-    """
-
-    hf_names: tuple[str, ...]
-    backbone: str = "model.language_model"
-    beside: tuple[str, ...] = ("model.visual.",)
-
-
 def inside(backbone: str, **modules: str) -> dict[str, Any]:
     """Return the fields of a `Family` that name its backbone and the given modules in the backbone."""
     return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
@@ -307,7 +292,8 @@ class Family:
         not_native: keys that, if true, require a computation that quantkit's own layers lack.
         gguf: names in GGUF files; None = the GGUF export does not support the family.
         block: function of config.json and a layer's number that returns attention, and tensors but norms and experts.
-        wrapper: multimodal models whose language model quantkit's own layers can run.
+        wrappers: `architectures` entries of multimodal models whose language model quantkit's own layers can run; their
+            `text_config` describes it.
         only: predicate on config.json; False = the family does not describe this model although `hf_names` match.
         known: False if planning can only count the family's layers as if they were Llama's.
     """
@@ -358,7 +344,7 @@ class Family:
     not_native: tuple[str, ...] = ()
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
-    wrapper: Wrapper | None = None
+    wrappers: tuple[str, ...] = ()
     only: Callable[[Mapping[str, Any]], bool] = _every
     known: bool = True
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import ModelError
@@ -119,29 +119,20 @@ QWEN_MTP = MTP(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MTPHead:
-    """One MTP head of a model. All names are full names in the checkpoint; see `MTP` for their meaning.
+class MTPHead(MTP):
+    """One MTP head of a model: the family's description with full names in the checkpoint in place of relative ones.
 
     Args:
         number: number of the head, from 0.
         layer: number of the decoder layer of the model that the head's own decoder layer is like.
-        block: prefix of the names of the head's decoder layer, with a trailing dot.
-        embedding_norm, hidden_norm, projection, hidden_first, final_norm, zero_first, chains_normed: see `MTP`.
-        embedding, output: likewise; None if the files have no copies for this head.
+        embedding, output: see `MTP`; None if the files have no copies for this head.
     """
 
     number: int
     layer: int
-    block: str
-    embedding_norm: str
-    hidden_norm: str
-    projection: str
-    hidden_first: bool
-    final_norm: str
-    embedding: str | None
-    output: str | None
-    zero_first: bool
-    chains_normed: bool
+
+
+_NAMES = ("block", "embedding_norm", "hidden_norm", "projection", "final_norm")
 
 
 def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> tuple[MTPHead, ...]:
@@ -165,26 +156,9 @@ def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> 
         return full if full is None or names is None or any(one.startswith(f"{full}.") for one in names) else None
 
     def head(number: int) -> MTPHead:
-        full = {
-            field: data._full(name, number, model.num_layers)
-            for field, name in (
-                ("block", data.block),
-                ("embedding_norm", data.embedding_norm),
-                ("hidden_norm", data.hidden_norm),
-                ("projection", data.projection),
-                ("final_norm", data.final_norm),
-            )
-        }
-        return MTPHead(
-            number=number,
-            layer=_like_layer(model),
-            hidden_first=data.hidden_first,
-            embedding=copy(data.embedding, number),
-            output=copy(data.output, number),
-            zero_first=data.zero_first,
-            chains_normed=data.chains_normed,
-            **full,
-        )
+        full = {field: data._full(getattr(data, field), number, model.num_layers) for field in _NAMES}
+        copies = {field: copy(getattr(data, field), number) for field in ("embedding", "output")}
+        return MTPHead(**{**asdict(data), **full, **copies}, number=number, layer=_like_layer(model))
 
     return tuple(map(head, range(data.num_heads(model.entries, names))))
 

@@ -81,16 +81,15 @@ def find_language_model(config: Mapping[str, Any]) -> tuple[Family, Mapping[str,
     if not isinstance(names, list) or not isinstance(text, Mapping):
         return find(config), config
     for family in known().values():
-        wrapper = family.wrapper
-        if wrapper is None or not set(wrapper.hf_names) & set(map(str, names)):
+        if not set(family.wrappers) & set(map(str, names)):
             continue
         inner = {**config, **text, "tie_word_embeddings": config.get("tie_word_embeddings")}  # the head is outside
         del inner["text_config"]
         moved = {
-            part: wrapper.backbone + getattr(family, part).removeprefix(family.backbone)
+            part: "model.language_model" + getattr(family, part).removeprefix(family.backbone)
             for part in ("backbone", "layers", "embedding", "final_norm")
         }
-        return replace(family, **moved, unread=(*family.unread, *wrapper.beside)), inner
+        return replace(family, **moved, unread=(*family.unread, "model.visual.")), inner
     return find(config), config
 
 

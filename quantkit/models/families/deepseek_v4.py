@@ -207,10 +207,8 @@ _MIXTURE = tuple(
 
 def _is_known(config: Mapping[str, Any]) -> bool:
     """Whether this family describes the model of a config.json."""
-    return (config.get("hidden_act") or "silu", config.get("scoring_func") or "sqrtsoftplus") == (
-        "silu",
-        "sqrtsoftplus",
-    )
+    usual = {"hidden_act": "silu", "scoring_func": "sqrtsoftplus"}
+    return all((config.get(key) or value) == value for key, value in usual.items())
 
 
 FAMILY = Family(

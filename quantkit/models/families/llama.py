@@ -1,9 +1,23 @@
 """Llama and its nearest relatives: the same layers with other norms, biases, windows, positions or MLPs."""
 
 from dataclasses import replace
+from typing import Any
 
 from quantkit.models.family import Biases, Family, Parts, QueryKeyNorm, Rope, Window
 from quantkit.models.stored_names import GGUF_NUMBERS, GGUFNames
+
+
+def _llama3(theta: float, factor: float) -> dict[str, Any]:
+    """Return the RoPE entries of a model whose context was extended as that of Llama 3.1."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+
 
 # Llama: the family whose names are the defaults.
 LLAMA = Family(
@@ -56,14 +70,7 @@ FAMILIES = {
         defaults={
             "hidden_act": "xielu",
             "rms_norm_eps": 1e-5,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 12_000_000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 8192,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            },
+            "rope_parameters": _llama3(theta=12_000_000.0, factor=8.0),
         },
     ),
     # Arcee AFM: Llama with an MLP of squared ReLU without a gate.
@@ -81,14 +88,7 @@ FAMILIES = {
             "head_dim": 128,
             "rms_norm_eps": 1e-5,
             "sliding_window": 8192,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1_000_000.0,
-                "factor": 16.0,
-                "original_max_position_embeddings": 8192,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            },
+            "rope_parameters": _llama3(theta=1_000_000.0, factor=16.0),
         },
     ),
     # Helium: Llama whose rotary embedding pairs neighbouring channels.

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantkit.models.family import Biases, Experts, Family, Parts, QueryKeyNorm, Rope, Window, Wrapper
+from quantkit.models.family import Biases, Experts, Family, Parts, QueryKeyNorm, Rope, Window
 from quantkit.models.mtp import QWEN_MTP
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS, GGUFNames
@@ -28,7 +28,7 @@ QWEN3_5 = Family(
         | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
     ),
     mtp=QWEN_MTP,
-    wrapper=Wrapper(hf_names=("Qwen3_5ForConditionalGeneration",)),
+    wrappers=("Qwen3_5ForConditionalGeneration",),
 )
 
 FAMILIES = {
@@ -86,14 +86,14 @@ FAMILIES = {
         hf_names=("Qwen3_5MoeForCausalLM",),
         model_types=("qwen3_5_moe_text",),
         experts=replace(EXPERTS, normalize=True),
-        wrapper=Wrapper(hf_names=("Qwen3_5MoeForConditionalGeneration",)),
+        wrappers=("Qwen3_5MoeForConditionalGeneration",),
     ),
     # Qwen3-Next: Qwen3.5 with fused projections ordered by head, routed experts and a shared expert.
     "qwen3-next": replace(
         QWEN3_5,
         hf_names=("Qwen3NextForCausalLM",),
         model_types=(),
-        wrapper=None,
+        wrappers=(),
         recurrent=Recurrent(inputs=("in_proj_qkvz",), gates=("in_proj_ba",), by_head=True),
         experts=EXPERTS,
         defaults={**QWEN3_5.defaults, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": ()},
