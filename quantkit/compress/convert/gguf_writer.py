@@ -35,22 +35,9 @@ from quantkit.formats.gguf import FORMAT, MATRIX_BLOCKS, matrix_block
 from quantkit.numerics.tensor import QuantizedTensor
 
 # ggml's type of the whole file, keyed by the block type that most matrices have.
-_FILE_TYPES = {
-    "f32": FileType.ALL_F32,
-    "f16": FileType.MOSTLY_F16,
-    "bf16": FileType.MOSTLY_BF16,
-    "q4_0": FileType.MOSTLY_Q4_0,
-    "q4_1": FileType.MOSTLY_Q4_1,
-    "q5_0": FileType.MOSTLY_Q5_0,
-    "q5_1": FileType.MOSTLY_Q5_1,
-    "q8_0": FileType.MOSTLY_Q8_0,
-    "q2_k": FileType.MOSTLY_Q2_K,
-    "q3_k": FileType.MOSTLY_Q3_K_S,
-    "q4_k": FileType.MOSTLY_Q4_K_S,
-    "q5_k": FileType.MOSTLY_Q5_K_S,
-    "q6_k": FileType.MOSTLY_Q6_K,
-    "mxfp4": FileType.MOSTLY_MXFP4_MOE,
-}
+_FILE_TYPES = {"f32": FileType.ALL_F32, "mxfp4": FileType.MOSTLY_MXFP4_MOE}
+for _name in ("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k_s", "q4_k_s", "q5_k_s", "q6_k"):
+    _FILE_TYPES[_name.removesuffix("_s")] = FileType[f"MOSTLY_{_name.upper()}"]
 _CHUNK_VALUES = 1 << 22
 
 
