@@ -235,16 +235,6 @@ class Biases:
     norms: bool = True
 
 
-def inside(backbone: str, **modules: str) -> dict[str, Any]:
-    """Return the fields of a `Family` that name its backbone and the given modules in the backbone."""
-    return {"backbone": backbone, **{field: f"{backbone}.{name}" for field, name in modules.items()}}
-
-
-def _every(_config: Mapping[str, Any]) -> bool:
-    """Return True. A lambda would not do, because families are pickled for child processes."""
-    return True
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """A family of decoder-only models: names in transformers, and computations. The defaults are Llama's.
@@ -294,7 +284,8 @@ class Family:
         block: function of config.json and a layer's number that returns attention, and tensors but norms and experts.
         wrappers: `architectures` entries of multimodal models whose language model quantkit's own layers can run; their
             `text_config` describes it.
-        only: predicate on config.json; False = the family does not describe this model although `hf_names` match.
+        only: entries that config.json may have only with these values; with others, the family does not describe the
+            model although `hf_names` match. A null, and 0, count as absent.
         known: False if planning can only count the family's layers as if they were Llama's.
     """
 
@@ -345,8 +336,12 @@ class Family:
     gguf: GGUFNames | None = None
     block: Callable[[ConfigReader, int], LayerTensors] | None = None
     wrappers: tuple[str, ...] = ()
-    only: Callable[[Mapping[str, Any]], bool] = _every
+    only: Mapping[str, Any] = field(default_factory=dict)
     known: bool = True
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Whether the entries of a config.json agree with `only`."""
+        return all((config.get(key) or value) == value for key, value in self.only.items())
 
     @property
     def sets(self) -> tuple[LinearSet, ...]:

@@ -101,23 +101,6 @@ class MTP:
         return (self.folder + name).format(head=number, layer=layers + number)
 
 
-QWEN_MTP = MTP(
-    count="mtp_num_hidden_layers",
-    implied=1,
-    folder="mtp.",
-    block="layers.{head}.",
-    embedding_norm="pre_fc_norm_embedding",
-    hidden_norm="pre_fc_norm_hidden",
-    projection="fc",
-    final_norm="norm",
-    embedding=None,
-    output=None,
-    zero_first=False,
-    chains_normed=True,
-)
-"""Heads of Qwen3-Next and Qwen3.5: all heads share projection and norms."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MTPHead(MTP):
     """One MTP head of a model: the family's description with full names in the checkpoint in place of relative ones.

@@ -141,31 +141,3 @@ class Recurrent:
         if self.kind == "mamba2":
             shapes["D"] = heads
         return {self.name(part): size for part, size in shapes.items()}
-
-
-MAMBA = Recurrent(
-    kind="mamba2",
-    module="mamba",
-    inputs=("in_proj",),
-    gates=(),
-    types=("linear_attention", "mamba"),
-    interval=None,
-    key_heads="mamba_n_groups",
-    key_dim="mamba_d_state",
-    value_heads="mamba_n_heads",
-    value_dim="mamba_d_head",
-    conv_width="mamba_d_conv",
-    conv_bias="mamba_conv_bias",
-    bias="mamba_proj_bias",
-    norm_groups="mamba_n_groups",
-)
-MAMBA_DEFAULTS = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-}
-"""Mamba 2 layers of Bamba and Granite 4."""

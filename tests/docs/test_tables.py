@@ -137,7 +137,7 @@ def test_every_format_is_listed_with_its_facts():
 
 
 def test_the_worked_example_is_the_one_that_is_tested():
-    assert f"```python{FILE}```" in page("CONTRIBUTING.md")
+    assert f"```yaml{FILE}```" in page("CONTRIBUTING.md")
 
 
 def anchors(text: str) -> set[str]:

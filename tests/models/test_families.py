@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+
 import pytest
 import torch
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
 from quantkit.errors import ModelError
 from quantkit.huggingface.experts import rebuild_layer
 from quantkit.models.description import describe
-from quantkit.models.families import find, supported
+from quantkit.models.families import find, known, supported
 from tests.helpers import COMPRESSED_ONLY, EVERY_FAMILY, EXPERT_FAMILIES, known_to_transformers, tiny_config
 
 
@@ -18,6 +22,17 @@ def test_every_family_is_found_by_its_class_name():
     assert {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"} <= set(names)
     for name, family in names.items():
         assert find({"architectures": [name]}) is family
+
+
+def test_every_value_has_the_type_of_its_field():
+    """YAML could hold a name in place of a list of names, or `1e-5`, which is text there: it wants `1.0e-5`."""
+    for family in known().values():
+        parts = [getattr(family, field.name) for field in dataclasses.fields(family)]
+        for part in (family, *filter(dataclasses.is_dataclass, parts)):
+            for name, kind in typing.get_type_hints(type(part)).items():
+                if not callable(value := getattr(part, name)):
+                    TypeAdapter(kind).validate_python(value, strict=True)
+        assert not [text for text in family.defaults.values() if isinstance(text, str) and text[0].isdigit()]
 
 
 def rebuilt_layers(name, device):

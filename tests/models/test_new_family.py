@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -20,27 +19,21 @@ from quantkit.planning import estimate
 from quantkit.runtime.llm import LLM
 from tests.helpers import make_model, transformers_logits
 
-FILE = '''
-"""Novel: Llama under other names, with biases on q, k and v."""
-
-from quantkit.models.family import Biases, Family, Parts
-from quantkit.models.stored_names import GGUFNames
-
-FAMILY = Family(
-    hf_names=("NovelForCausalLM",),
-    keys={"intermediate_size": "feed_width"},
-    parts=Parts(
-        input_norm="norm_in",
-        mlp_norm="norm_mid",
-        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
-        output="mixer.o_proj",
-        up=("feed.gate_proj", "feed.up_proj"),
-        down="feed.down_proj",
-    ),
-    biases=Biases(qkv="attention_bias", output="attention_bias"),
-    gguf=GGUFNames(name="llama", interleaved=True),
-)
-'''
+FILE = """
+# Novel: Llama under other names, with biases on q, k and v.
+novel:
+  hf_names: [NovelForCausalLM]
+  keys: {intermediate_size: feed_width}
+  parts:
+    input_norm: norm_in
+    mlp_norm: norm_mid
+    qkv: [mixer.q_proj, mixer.k_proj, mixer.v_proj]
+    output: mixer.o_proj
+    up: [feed.gate_proj, feed.up_proj]
+    down: feed.down_proj
+  biases: {qkv: attention_bias, output: attention_bias}
+  gguf: {name: llama, interleaved: true}
+"""
 NAMES = {"input_layernorm": "norm_in", "self_attn": "mixer", "post_attention_layernorm": "norm_mid", "mlp": "feed"}
 
 
@@ -76,13 +69,11 @@ def novel(tmp_path, monkeypatch):
     """A model of the family, whose file lies in a temporary folder."""
     folder = tmp_path / "families"
     folder.mkdir()
-    (folder / "novel.py").write_text(FILE)
+    (folder / "novel.yaml").write_text(FILE)
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(folder)])
     AutoConfig.register("novel", NovelConfig, exist_ok=True)
     AutoModelForCausalLM.register(NovelConfig, NovelForCausalLM, exist_ok=True)
-    yield make_model(tmp_path / "model", "novel", attention_bias=True)
-    sys.modules.pop("quantkit.models.families.novel", None)
-    vars(families).pop("novel", None)
+    return make_model(tmp_path / "model", "novel", attention_bias=True)
 
 
 def test_one_file_makes_a_family_known_everywhere(novel, tmp_path):

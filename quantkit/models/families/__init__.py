@@ -1,34 +1,78 @@
-"""Families of models as data. Each file holds one family or a few related ones; `find` picks one by config.json."""
+"""Families of models as data. Each file holds one family or a few related ones; `find` picks one by config.json.
+
+A YAML file has an entry for each family, with the fields of `Family`. A value that describes a part, such as `experts`,
+has the fields of the part's class. `like` in it names the value in `_BASES` from which it differs. If data cannot say
+what a family computes, a Python file defines it as `FAMILY`.
+"""
 
 import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
 
 from quantkit.errors import ModelError
 from quantkit.models.config import NotNative
-from quantkit.models.family import SHARED_EXPERTS, Family, Window
-from quantkit.models.linear_sets import MLA_SETS
+from quantkit.models.family import BALANCED_EXPERTS, SHARED_EXPERTS, Family, Window
+from quantkit.models.linear_sets import MLA_SETS, LinearSet
+from quantkit.models.stored_names import GGUF_EXPERTS, GGUF_NUMBERS
+
+# Classes of the fields of `Family` that have fields of their own, keyed by the field's name.
+_PARTS: dict[str, Any] = {
+    name: kind
+    for name, hint in get_type_hints(Family).items()
+    for kind in (hint, *get_args(hint))
+    if is_dataclass(kind)
+}
+_BASES: dict[str, Any] = {
+    "shared": SHARED_EXPERTS,
+    "balanced": BALANCED_EXPERTS,
+    "usual": GGUF_NUMBERS,
+    "with_experts": {**GGUF_NUMBERS, **GGUF_EXPERTS},
+}
 
 
 def known() -> dict[str, Family]:
-    """Return the families, keyed by name.
-
-    Each file defines either `FAMILY`, whose name is that of the file, or a dictionary `FAMILIES`.
-    """
+    """Return the families, keyed by name."""
     return dict(_read(tuple(__path__)))
 
 
 @functools.cache
 def _read(folders: tuple[str, ...]) -> dict[str, Family]:
     families: dict[str, Family] = {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for file in (file for folder in folders for file in Path(folder).glob("*.yaml")):
+        entries = yaml.load(file.read_text(encoding="utf-8"), loader)
+        families |= {name: _family(entry) for name, entry in entries.items()}
     for name in (module.name for module in pkgutil.iter_modules(folders)):
-        data = vars(importlib.import_module(f"{__name__}.{name}"))
-        families |= data.get("FAMILIES") or {name.replace("_", "-"): data["FAMILY"]}
+        families[name.replace("_", "-")] = importlib.import_module(f"{__name__}.{name}").FAMILY
     return dict(sorted(families.items()))
+
+
+def _family(entry: Mapping[str, Any]) -> Family:
+    """Return the family that an entry of a YAML file describes."""
+    fields = {name: _plain(value, _PARTS.get(name, dict)) for name, value in entry.items()}
+    if "linear_sets" in fields:
+        fields["linear_sets"] = tuple(LinearSet(**one) for one in fields["linear_sets"])
+    return Family(**fields)
+
+
+def _plain(value: Any, kind: type = dict) -> Any:
+    """Return a value from YAML: a list as a tuple, a mapping as a new object of this class or like its base."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    if not isinstance(value, dict):
+        return value
+    fields = {name: _plain(item) for name, item in value.items() if name != "like"}
+    if "like" not in value:
+        return kind(**fields)
+    base = _BASES[value["like"]]
+    return {**base, **fields} if isinstance(base, dict) else replace(base, **fields)
 
 
 def supported() -> dict[str, Family]:
@@ -66,7 +110,7 @@ def find(config: Mapping[str, Any]) -> Family:
     by_class = supported()
     for name in map(str, names):
         family = by_class.get(name)
-        if family is not None and family.only(config) and config.get("model_type") not in _RENAMED:
+        if family is not None and family.describes(config) and config.get("model_type") not in _RENAMED:
             return family
     raise NotNative(f"architecture {names[0]!r}")
 
@@ -117,6 +161,6 @@ def family_for_counting(config: Mapping[str, Any]) -> Family:
     inner = config.get("text_config")
     model_type = str((inner if isinstance(inner, Mapping) else config).get("model_type") or "llama")
     for name, family in known().items():
-        if model_type in (name.replace("-", "_"), *family.model_types) and family.only(config):
+        if model_type in (name.replace("-", "_"), *family.model_types) and family.describes(config):
             return family
     return UNKNOWN

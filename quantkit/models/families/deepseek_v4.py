@@ -7,9 +7,8 @@ Source: transformers `models/deepseek_v4/` for names, shapes and defaults; its r
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from quantkit.errors import ModelError
 from quantkit.models.config import ConfigReader
@@ -205,12 +204,6 @@ _MIXTURE = tuple(
 )
 
 
-def _is_known(config: Mapping[str, Any]) -> bool:
-    """Whether this family describes the model of a config.json."""
-    usual = {"hidden_act": "silu", "scoring_func": "sqrtsoftplus"}
-    return all((config.get(key) or value) == value for key, value in usual.items())
-
-
 FAMILY = Family(
     hf_names=("DeepseekV4ForCausalLM",),
     keys={"intermediate_size": "moe_intermediate_size"},
@@ -240,5 +233,5 @@ FAMILY = Family(
     block=compressed_block,
     hands_on=True,
     published=published_names,
-    only=_is_known,
+    only={"hidden_act": "silu", "scoring_func": "sqrtsoftplus"},
 )
