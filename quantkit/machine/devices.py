@@ -12,7 +12,6 @@ import torch
 
 from quantkit.errors import InputError
 from quantkit.machine.cores import cgroup_quota
-from quantkit.machine.system import proc_bytes
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Maximum number of threads of a computation. OpenMP aborts the process if it cannot start the requested number."""
@@ -74,7 +73,7 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device; on a CPU, a cgroup may limit them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = [proc_bytes("meminfo", "MemAvailable") or int(psutil.virtual_memory().available)]
+    limits = [int(psutil.virtual_memory().available)]
     group = Path("/sys/fs/cgroup")
     try:
         # In a container, MemAvailable is that of the host, but the process is killed at the limit of its cgroup.

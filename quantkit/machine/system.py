@@ -104,10 +104,10 @@ def core_numbers() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1))
 
 
-def proc_bytes(file: str, key: str) -> int | None:
-    """Return the entry `key:   12 kB` of a file in /proc, in bytes; None if there is no such entry."""
+def status_bytes(key: str) -> int | None:
+    """Return the entry `key:   12 kB` of /proc/self/status, in bytes; None if there is no such entry."""
     with contextlib.suppress(OSError):
-        entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc", file).read_text(), re.MULTILINE)
+        entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         return int(entry[1]) * 1024 if entry else None
     return None
 
@@ -122,13 +122,11 @@ def peak_bytes() -> int:
 
         return int(psutil.Process().memory_info().peak_wset)
     unit = 1 if sys.platform == "darwin" else 1024
-    return proc_bytes("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def resident_bytes() -> int:
     """Return the resident memory of this process."""
-    if known := proc_bytes("self/status", "VmRSS"):
-        return known
     import psutil
 
     return int(psutil.Process().memory_info().rss)

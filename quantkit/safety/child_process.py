@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from quantkit.machine.system import CAN_FORK, limit_process, proc_bytes
+from quantkit.machine.system import CAN_FORK, limit_process, status_bytes
 
 QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
 """Code that runs quantkit's command line."""
@@ -59,7 +59,7 @@ def _forked_ends_well(work: Callable[[], object], seconds: float, num_bytes: int
                 os.dup2(null, stream)
             faulthandler.disable()
             # Added to what the fork inherits; otherwise the limit would be exceeded before any work.
-            used = proc_bytes("self/status", "VmData") or 0
+            used = status_bytes("VmData") or 0
             limit_process(data_bytes=None if num_bytes is None else used + num_bytes)
             work()
             # Not sys.exit: the parent's buffers and exit handlers must not be run a second time.
