@@ -264,20 +264,14 @@ class Skeleton:
             self._arguments[key] = [tree_map_only(Tensor, once, recorder.arguments) for recorder in recorded]
         return self._arguments[key][index]
 
-    def first_call(self, token_ids: Tensor) -> LayerCall:
-        """Return the arguments of the first layer for one sequence of token ids (1, T), as the model itself would pass
-        them.
-        """
-        return self._call(0, LayerCall(token_ids=token_ids, hidden=token_ids), self._record_ids(token_ids)[0])
-
-    def first_call_of(self, token_ids: Tensor, inputs: Mapping[str, Any]) -> LayerCall:
-        """Return the arguments of the first layer for one sequence (1, T) that also has other inputs, e.g. images.
+    def first_call(self, token_ids: Tensor, inputs: Mapping[str, Any] | None = None) -> LayerCall:
+        """Return the arguments of the first layer for one sequence (1, T), as the model itself would pass them.
 
         Args:
             token_ids: token ids of the sequence.
-            inputs: arguments of the language model, see `LayerCall`.
+            inputs: arguments of the language model if the sequence has other inputs, e.g. images, see `LayerCall`.
         """
-        call = LayerCall(token_ids=token_ids, hidden=inputs["inputs_embeds"], inputs=inputs)
+        call = LayerCall(token_ids=token_ids, hidden=token_ids, inputs=inputs)  # `_call` replaces the hidden states
         return self._call(0, call, self._record_call(call)[0])
 
     def next_call(self, index: int, call: LayerCall, compute: Compute) -> LayerCall:

@@ -104,7 +104,7 @@ def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
     reader = ModelReader.of(plan.source, family)
     stem = ImageStem.load(reader, family, used, dtype=skeleton.dtype, device=skeleton.device)
     for token_ids, inputs in images.inputs():
-        yield skeleton.first_call_of(token_ids, stem.inputs(inputs))
+        yield skeleton.first_call(token_ids, stem.inputs(inputs))
 
 
 def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch]:
