@@ -28,7 +28,7 @@ from quantkit.formats.ggml.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from quantkit.formats.gguf import FORMAT
 from quantkit.models.description import describe
 from quantkit.models.gguf_names import EXPERTS, interleaved_heads, layer_names, norm_modules, outer_names, vector_names
-from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.layer_tensors import model_tensors
 from quantkit.models.linear_sets import at
 from quantkit.safety.untrusted import CHUNK_BYTES, file_stamp, read_chunks, shorten
 
@@ -185,15 +185,9 @@ class GGUFModel:
 
     def _check_shapes(self) -> None:
         """Check that the file has all tensors of the model and no others, in the right shapes."""
-        model, vectors = self._model, dict(outer_tensors(self._model))
-        matrices = dict.fromkeys((model.family.embedding, model.family.head), (model.vocab_size, model.hidden_size))
-        for index in range(model.num_layers):
-            prefix, layer = f"{model.family.layers}.{index}.", model.tensors(index)
-            vectors |= {prefix + name: shape for name, shape in layer.vectors.items()}
-            for matrix in layer.matrices:
-                matrices |= {prefix + name: (matrix.out_features, matrix.in_features) for name in matrix.names}
-        expected = vectors | {f"{name}.weight": shape for name, shape in matrices.items()}
-        optional = {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+        linears, others = model_tensors(self._model)
+        expected = others | {f"{name}.weight": shape for name, shape in linears.items()}
+        optional = {f"{name}.bias": shape[:1] for name, shape in linears.items()}
         for name, (stored, expert) in self._sources.items():
             shape = stored.info.shape if expert is None else stored.info.shape[1:]
             if stored.name.endswith(_KEYS):
@@ -210,8 +204,6 @@ class GGUFModel:
                 if required is None:
                     wrong = "does not belong to a model with this metadata"
                 raise CheckpointError(f"{stored.where} {wrong}; {_DAMAGED}")
-        if model.tied:
-            expected.pop(f"{model.family.head}.weight", None)
         missing = [name for name in expected if not name.endswith(".bias")]
         if missing:
             raise CheckpointError(

@@ -53,6 +53,25 @@ def layer_tensors(model: ModelDescription, index: int) -> LayerTensors:
     return LayerTensors(matrices=tuple(matrices), vectors=vectors, attention=model.attention(index))
 
 
+def model_tensors(model: ModelDescription) -> tuple[dict[str, tuple[int, int]], Shapes]:
+    """Return the tensors that a checkpoint of a model must hold, without MTP heads.
+
+    Returns:
+        linears: (N, K) of each linear, keyed by full module name; a bias (N,) is optional.
+        others: shape of each tensor that is never quantized, keyed by full name.
+    """
+    family, linears = model.family, dict[str, tuple[int, int]]()
+    others: Shapes = {f"{family.embedding}.weight": (model.vocab_size, model.hidden_size), **outer_tensors(model)}
+    for index in range(model.num_layers):
+        prefix, layer = f"{family.layers}.{index}.", model.tensors(index)
+        for matrix in layer.matrices:
+            linears |= {prefix + name: (matrix.out_features, matrix.in_features) for name in matrix.names}
+        others |= {prefix + name: shape for name, shape in layer.vectors.items()}
+    if not model.tied:
+        linears[family.head] = (model.vocab_size, model.hidden_size)
+    return linears, others
+
+
 def outer_tensors(model: ModelDescription) -> Shapes:
     """Return the shapes of the tensors outside the layers, e.g. of the final norm, keyed by full name.
 

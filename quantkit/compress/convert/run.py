@@ -159,11 +159,10 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
         if module not in target.linears:
             shard.tensors |= {name: source.reader.tensor(name) for name in source.names(module)}
             continue
+        if "bias" in source.modules[module]:
+            shard.tensors[f"{module}.bias"] = source.reader.tensor(f"{module}.bias")
         if source.dense is not None and not target.format.keeps_codes:
-            shard.tensors |= {f"{module}.weight": source.dense.tensor(f"{module}.weight")}
-            shard.tensors |= {
-                name: source.reader.tensor(name) for name in source.names(module) if name.endswith(".bias")
-            }
+            shard.tensors[f"{module}.weight"] = source.dense.tensor(f"{module}.weight")
             continue
         scheme, decoded = target.linears[module], source.weight(module)
         with located(module):
@@ -172,8 +171,6 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
             if not target.format.keeps_codes:  # round the exact float32 values once, to the model's own dtype
                 weight = replace(weight, value_dtype=_model_dtype(source))
             shard.add_linear(module, weight, scheme)
-        if "bias" in source.modules[module]:
-            shard.tensors[f"{module}.bias"] = source.reader.tensor(f"{module}.bias")
     return shard
 
 

@@ -16,7 +16,7 @@ from quantkit.errors import CheckpointError, ResourceError
 from quantkit.formats.base import by_module
 from quantkit.machine.devices import free_bytes
 from quantkit.models.description import ModelDescription
-from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.layer_tensors import model_tensors
 from quantkit.models.mtp import MTPHead, head_tensors, mtp_prefixes
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.quantities import byte_size
@@ -33,25 +33,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def manifest_of(model: ModelDescription, head: MTPHead | None = None) -> tuple[dict[str, tuple[int, int]], Shapes]:
-    """Return the tensors that a checkpoint of a model must hold; of its MTP heads, only those of `head`.
-
-    Returns:
-        linears: (N, K) of each linear, keyed by full module name; a bias (N,) is optional.
-        others: shape of each tensor that is never quantized, keyed by full name.
-    """
-    family, linears = model.family, dict[str, tuple[int, int]]()
-    others: Shapes = {f"{family.embedding}.weight": (model.vocab_size, model.hidden_size), **outer_tensors(model)}
-    for index in range(model.num_layers):
-        prefix, layer = f"{family.layers}.{index}.", model.tensors(index)
-        for matrix in layer.matrices:
-            linears |= {prefix + name: (matrix.out_features, matrix.in_features) for name in matrix.names}
-        others |= {prefix + name: shape for name, shape in layer.vectors.items()}
+    """Return the tensors that a checkpoint of a model must hold, as `model_tensors`, with those of one MTP head."""
+    linears, others = model_tensors(model)
     if head is not None:
         own = head_tensors(model, head)
         linears |= {name: (one.out_features, one.in_features) for one in own.matrices for name in one.names}
         others |= own.vectors
-    if not model.tied:
-        linears[family.head] = (model.vocab_size, model.hidden_size)
     return linears, others
 
 
