@@ -118,7 +118,7 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
             # The difference of two 4-bit numbers has five bits, that of 2-bit or 3-bit numbers at most four.
             block, codes = Block.Q5_0 if weight.scheme.dtype.bits == 4 else block, codes - zero
     # A group fills whole blocks, so its scale is the block's and the integer scales of sub-blocks are all 1.
-    ones = torch.ones(len(codes), 16 if block == Block.Q6_K else 1, dtype=torch.int8)
+    ones = torch.ones(len(codes), 16 if block == Block.Q6_K else 1, dtype=torch.int8, device=codes.device)
     packed = pack_fields(block.name.lower(), codes + _OFFSETS[block], Blocks(scale, minimum, ones, ones))
     return block, packed.view(rows, -1)
 

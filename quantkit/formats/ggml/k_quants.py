@@ -83,7 +83,7 @@ def _fields(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
     the lowest field of all bytes of the run, the next `run` numbers the field above, and so on.
     """
     fields = values.reshape(len(values), -1, len(shifts), run)
-    moved = fields << torch.tensor(shifts, dtype=torch.uint8).view(1, 1, -1, 1)
+    moved = fields << torch.tensor(shifts, dtype=torch.uint8, device=values.device).view(1, 1, -1, 1)
     return moved.sum(2, dtype=torch.uint8).view(len(values), -1)
 
 
