@@ -33,7 +33,7 @@ from torch import Tensor
 from quantkit.errors import SchemeError
 from quantkit.formats.base import HALF_DTYPES, Format, Read, Shapes, stores_codes
 from quantkit.formats.compressed_tensors import CompressedTensorsFormat
-from quantkit.numerics.dtype import GGML_TYPES, find_dtype
+from quantkit.numerics.dtype import find_dtype
 from quantkit.numerics.scheme import LinearScheme, Rule, Scheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
@@ -56,27 +56,24 @@ MATRIX_BLOCKS = {
 _ASYMMETRIC = ("int2", "int3", "int4")
 # ggml's name of the block that holds a symmetric number type.
 _SYMMETRIC = {**dict.fromkeys(_ASYMMETRIC, "Q4_0"), "int5": "Q5_0", "int6": "Q6_K", "int8": "Q8_0", "mxfp4": "MXFP4"}
-# Values and bytes of a block.
-_BLOCK_BYTES = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "MXFP4": (32, 17),
-    "Q4_0": (32, 18),
-    "Q5_0": (32, 22),
-    "Q8_0": (32, 34),
-    **{name.upper(): dtype.block for name, dtype in GGML_TYPES.items() if dtype.block is not None},
-}
+
+
+def _block_size(name: str) -> tuple[int, int]:
+    """Return the values and the bytes of a block, by ggml's name."""
+    import gguf  # other formats do without the package
+
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    return values, size
 
 
 def matrix_block(type_name: str, width: int) -> str:
     """Return ggml's name of the block for rows of this width; `type_name` is a key of `MATRIX_BLOCKS`."""
-    return next(block for block in (*MATRIX_BLOCKS[type_name], "F16") if width % _BLOCK_BYTES[block][0] == 0)
+    return next(block for block in (*MATRIX_BLOCKS[type_name], "F16") if width % _block_size(block)[0] == 0)
 
 
 def matrix_bytes(type_name: str, rows: int, width: int) -> int:
     """Return the bytes of a matrix (rows, width) in the blocks of `matrix_block`."""
-    values, size = _BLOCK_BYTES[matrix_block(type_name, width)]
+    values, size = _block_size(matrix_block(type_name, width))
     return rows * width // values * size
 
 
@@ -98,7 +95,7 @@ class GGUFFormat(CompressedTensorsFormat):
         weight = scheme.weight
         # Asymmetric int4 becomes Q5_0 if float16 cannot hold a minimum, which only the weights tell; so count Q5_0.
         wide = not weight.symmetric and weight.dtype.name == "int4"
-        values, size = _BLOCK_BYTES["Q5_0" if wide else self.symmetric_block(weight)]
+        values, size = _block_size("Q5_0" if wide else self.symmetric_block(weight))
         return out_features * in_features // values * size
 
     def beside_bytes(self, scheme: LinearScheme, scale_bytes: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 import quantkit.formats
 from quantkit.errors import SchemeError
 from quantkit.formats.gguf import FORMAT, matrix_block
-from quantkit.numerics.dtype import FALLBACK
+from quantkit.numerics.dtype import FALLBACK, GGML_TYPES
 from quantkit.numerics.scheme import WeightScheme
 from quantkit.planning.memory import from_linear
 from quantkit.planning.shape import ModelShape
@@ -60,10 +60,8 @@ def test_gguf_is_sized_in_its_blocks(scheme, per_32):
 def test_blocks_of_gguf_have_ggmls_sizes():
     import gguf
 
-    from quantkit.formats.gguf import _BLOCK_BYTES
-
-    known = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in _BLOCK_BYTES}
-    assert known == _BLOCK_BYTES
+    sizes = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]] for name in GGML_TYPES}
+    assert sizes == {name: dtype.block for name, dtype in GGML_TYPES.items()}
 
 
 def test_embedding_and_head_of_a_gguf_file_are_sized_in_the_type_that_fits():
