@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from quantkit.models.config import ConfigReader
+from quantkit.models.layer_tensors import LayerTensors
 from quantkit.models.linear_sets import MLA_SETS, LinearSet, attention_sets, expand_set, expert_sets, mlp_sets
 from quantkit.models.mtp import MTP
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.stored_names import GGUFNames, StoredNames
-from quantkit.models.tensors import LayerTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import ModelError
-from quantkit.models.layer_tensors import layer_tensors, norm_shapes
-from quantkit.models.tensors import LayerTensors, Matrix
+from quantkit.models.layer_tensors import LayerTensors, Matrix, layer_tensors, norm_shapes
 
 if TYPE_CHECKING:
     from quantkit.models.config import ConfigReader

@@ -17,8 +17,8 @@ from typing import Literal
 from quantkit.errors import ModelError
 from quantkit.models.config import ConfigReader
 from quantkit.models.layer_state_sizes import StateShape
+from quantkit.models.layer_tensors import Matrix
 from quantkit.models.linear_sets import LinearSet
-from quantkit.models.tensors import Matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

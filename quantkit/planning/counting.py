@@ -9,9 +9,8 @@ from typing import Any
 from quantkit.checkpoints.header import TensorInfo
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.description import ModelDescription
-from quantkit.models.layer_tensors import outer_tensors
+from quantkit.models.layer_tensors import LayerTensors, Matrix, outer_tensors
 from quantkit.models.mtp import head_tensors, mtp_heads, mtp_prefixes
-from quantkit.models.tensors import LayerTensors, Matrix
 from quantkit.planning.shape import DTYPE_BYTES, ModelShape
 
 _IN_LAYER = re.compile(r"(.*?(?:layers|h|blocks))\.(\d+)\.(.+)")

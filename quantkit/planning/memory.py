@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.compress.algorithms.base import Step, steps_bytes
 from quantkit.models.kv_sizes import DEFAULT_PAGE_SIZE, KVForm
-from quantkit.models.tensors import LayerTensors, Matrix
+from quantkit.models.layer_tensors import LayerTensors, Matrix
 from quantkit.planning.shape import ModelShape
 from quantkit.quantities import fitting_group
 

@@ -8,7 +8,7 @@ from typing import Any
 from quantkit.models.family import Family
 from quantkit.models.kv_sizes import KVForm, find_kv_form
 from quantkit.models.layer_state_sizes import AttentionShape, StateShape
-from quantkit.models.tensors import LayerTensors
+from quantkit.models.layer_tensors import LayerTensors
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 

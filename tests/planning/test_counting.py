@@ -17,7 +17,7 @@ from quantkit.compress.pipeline.plan import build_plan, predicted_bytes
 from quantkit.compress.recipe import load
 from quantkit.errors import CheckpointError, ModelError
 from quantkit.models.families import known
-from quantkit.models.tensors import Matrix
+from quantkit.models.layer_tensors import Matrix
 from quantkit.planning import estimate
 from quantkit.planning.counting import from_config, from_headers
 from quantkit.planning.memory import compression_bytes, everywhere, experts_read, mtp_bytes, planned_weight_bytes

@@ -14,9 +14,9 @@ from quantkit.errors import ModelError
 from quantkit.models.config import ConfigReader
 from quantkit.models.family import SHARED_UP, Experts, Family, Rope
 from quantkit.models.layer_state_sizes import AttentionShape
+from quantkit.models.layer_tensors import LayerTensors, Matrix
 from quantkit.models.linear_sets import LinearSet, expert_sets
 from quantkit.models.stored_names import StoredNames
-from quantkit.models.tensors import LayerTensors, Matrix
 
 _RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128, "sliding_attention": 0}
 _NORMS = {"attn": "input_layernorm", "ffn": "post_attention_layernorm"}
