@@ -2,7 +2,7 @@
 
     _LIBRARY = Library(Path(__file__).parent)                     # all *.c of the folder become one library
     if _LIBRARY.get():
-        multiply = _LIBRARY.function("qk_multiply", ctypes.c_void_p, ctypes.c_int64)
+        multiply = _LIBRARY.function("qk_multiply", "pn")
         multiply(tensor.data_ptr(), len(tensor))
 
 The call releases the GIL. Threads: `#pragma omp parallel num_threads(threads) if(threads > 1)`; all code shares the
@@ -24,6 +24,14 @@ from quantkit.native.build import BuildError, compiler_of, find_library, load_li
 
 Function = Callable[..., Any]
 _LOG = logging.getLogger(__name__)
+_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+    "": None,
+}
 
 
 class Library:
@@ -36,6 +44,7 @@ class Library:
 
     def __init__(self, sources: Path) -> None:
         self._sources = sources
+        self._functions: dict[str, Function] = {}
 
     def get(self) -> ctypes.CDLL | None:
         """Return the library, in a checkout compiled on the first call (some seconds); None if unavailable."""
@@ -45,19 +54,22 @@ class Library:
         """Return one line for `--stats`: how the library was compiled, or why torch is used instead."""
         return "off: QUANTKIT_NATIVE=0" if _is_off() else self._loaded[1]
 
-    def function(self, name: str, *arguments: Any, returns: Any = None) -> Function:
+    def function(self, name: str, arguments: str, returns: str = "") -> Function:
         """Return a function of the loaded library with its signature declared.
 
         Args:
             name: name exported in C.
-            arguments: ctypes types; pointers are `ctypes.c_void_p` and take `tensor.data_ptr()`.
-            returns: ctypes type of the result.
+            arguments: a letter for the type of each argument: p = pointer (takes `tensor.data_ptr()`), n = int64_t,
+                i = int, f = float, d = double.
+            returns: letter for the type of the result; empty = void.
         """
-        loaded = self.get()
-        assert loaded is not None, "asked for without a library"
-        symbol = loaded[name]
-        symbol.argtypes, symbol.restype = list(arguments), returns
-        return symbol
+        if name not in self._functions:
+            loaded = self.get()
+            assert loaded is not None, "asked for without a library"
+            symbol = loaded[name]
+            symbol.argtypes, symbol.restype = [_TYPES[letter] for letter in arguments], _TYPES[returns]
+            self._functions[name] = symbol
+        return self._functions[name]
 
     def has_avx512(self) -> bool:
         """Whether the library exists and uses AVX-512, and so multiplies bf16 without conversion."""

@@ -10,7 +10,6 @@ bfloat16 instructions. Such sums are as exact as those of float32 matrices, beca
 numbers is exact in float32. They are computed twice as fast (five times with AMX).
 """
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,10 +31,17 @@ def quick_products(device: torch.device) -> Iterator[None]:
     Args:
         device: device of the products; on a GPU nothing changes.
     """
-    before = torch.get_float32_matmul_precision()
-    if device.type != "cpu" or before != "highest" or not keeps_precision():
+    if device.type != "cpu" or torch.get_float32_matmul_precision() != "highest" or not keeps_precision():
         yield
         return
+    with _lower_precision():
+        yield
+
+
+@contextmanager
+def _lower_precision() -> Iterator[None]:
+    """Allow torch lower precision inside the `with` block."""
+    before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
         yield
@@ -48,12 +54,8 @@ def keeps_precision() -> bool:
     """Whether products stay float32-accurate even when torch is allowed lower precision."""
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(2, _SIZE, _SIZE, generator=generator)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
+    with _lower_precision():
         product = left @ right
-    finally:
-        torch.set_float32_matmul_precision(before)
     exact = left.double() @ right.double()
     return float((product - exact).norm() / exact.norm()) < _TOLERANCE
 
@@ -110,7 +112,7 @@ def pack_matrix(values: Tensor, out: Tensor | None = None) -> Packed:
 def pack_into(packed: Packed, values: Tensor) -> None:
     """Overwrite the first T rows of a packed matrix with (T, K) bfloat16 values."""
     values = values if values.stride(1) == 1 else values.contiguous()
-    _function("qk_pack", "pnnnpni")(
+    native.function("qk_pack", "pnnnpni")(
         values.data_ptr(), values.stride(0), *values.shape, packed.values.data_ptr(), packed.block,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -133,14 +135,7 @@ def add_products(total: Tensor, left: Operand, columns: slice, right: Operand, *
         return
     own = left.values[columns.start // BLOCK * left.block :]
     assert columns.start % BLOCK == 0 and left.rows == right.rows and total.is_contiguous()
-    _function("qk_add_products", "ppnnnpnnni")(
+    native.function("qk_add_products", "ppnnnpnnni")(
         own.data_ptr(), right.values.data_ptr(), left.block, right.block, left.rows, total.data_ptr(), *total.shape,
         columns.start if lower else -1, torch.get_num_threads(),
     )  # fmt: skip
-
-
-@cache
-def _function(name: str, arguments: str) -> native.Function:
-    """Return a function of the C library; argument types: p = pointer, n = size, i = int."""
-    types = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int}
-    return native.function(name, *[types[letter] for letter in arguments])

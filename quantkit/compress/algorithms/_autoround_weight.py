@@ -9,9 +9,7 @@ Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent 
 al. 2019, Learned Step Size Quantization (gradient of the scale).
 """
 
-import ctypes
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +54,7 @@ class TunedWeight:
     def dequantize(self, out: Tensor) -> None:
         """Write the values of the current codes to `out` (N, K), in the dtype of `out`."""
         if self._in_c(out):
-            self._call("qk_tuned_values", self.offset.data_ptr(), out.data_ptr(), out.dtype == torch.bfloat16)
+            self._call("qk_tuned_values", "ppi", self.offset.data_ptr(), out.data_ptr(), out.dtype == torch.bfloat16)
             return
         for rows, (ratio, codes, *_) in self._blocks():
             scale, zero = self._present(rows)
@@ -76,8 +74,8 @@ class TunedWeight:
         by_scale, by_zero = torch.empty_like(self._start), torch.empty_like(self._start)
         if self._in_c(gradient):
             self._call(
-                "qk_tuned_move", gradient.data_ptr(), gradient.dtype == torch.bfloat16, self.offset.data_ptr(),
-                by_scale.data_ptr(), by_zero.data_ptr(), rate, _FURTHEST,
+                "qk_tuned_move", "pipppff", gradient.data_ptr(), gradient.dtype == torch.bfloat16,
+                self.offset.data_ptr(), by_scale.data_ptr(), by_zero.data_ptr(), rate, _FURTHEST,
             )  # fmt: skip
         else:
             for rows, scratch in self._blocks():
@@ -168,22 +166,13 @@ class TunedWeight:
         usable = all(t.is_cpu and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
         return usable and native.library() is not None
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        """Call one of the functions of tune.c with the weight, its current ranges, and these arguments."""
+    def _call(self, name: str, types: str, *arguments: Any) -> None:
+        """Call one of the functions of tune.c with the weight, its current ranges, and these arguments, whose `types`
+        are letters as in `Library.function`.
+        """
         scale, zero = self._scale.contiguous(), None if self._zero is None else self._zero.contiguous()
-        _function(name)(
+        native.function(name, f"pippnnff{types}i")(
             self._weight.data_ptr(), self._weight.dtype == torch.bfloat16, scale.data_ptr(),
             None if zero is None else zero.data_ptr(), scale.numel(), self._weight.numel() // scale.numel(),
             self._dtype.minimum, self._dtype.maximum, *arguments, torch.get_num_threads(),
         )  # fmt: skip
-
-
-@cache
-def _function(name: str) -> native.Function:
-    """Return a function of tune.c."""
-    pointer, size, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    own = {
-        "qk_tuned_move": [pointer, flag, pointer, pointer, pointer, number, number],
-        "qk_tuned_values": [pointer, pointer, flag],
-    }
-    return native.function(name, pointer, flag, pointer, pointer, size, size, number, number, *own[name], flag)

@@ -6,26 +6,15 @@ group.
 Shapes: N outputs, K inputs, G groups of g inputs. Codes are transposed: one row per input.
 """
 
-import ctypes
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from quantkit.compress.algorithms._gptq_factor import Factor
 from quantkit.compress.algorithms._gptq_loop import Settled
-from quantkit.numerics import native
+from quantkit.numerics import matmul, native
 from quantkit.numerics.affine import Ranges
-from quantkit.numerics.matmul import (
-    BLOCK,
-    Packed,
-    add_products,
-    multiplies_bfloat16,
-    pack_into,
-    pack_matrix,
-    packed_size,
-)
 
 # Limits of what is held at once: elements of codes or of normal equations, and columns of the Hessian.
 _ELEMENTS, _COLUMNS = 1 << 21, 512
@@ -57,7 +46,7 @@ def fit_scales(
     if (group_index.diff() < 0).any():
         hessian = hessian(slice(0, len(forwards)))[by_group][:, by_group].__getitem__
     position, groups = forwards[by_group], scale.shape[1]
-    in_c = dtype == torch.bfloat16 and multiplies_bfloat16(scale.device)
+    in_c = dtype == torch.bfloat16 and matmul.multiplies_bfloat16(scale.device)
     right = _right_sides(settled, zero, factor, group_index, groups, in_c=in_c)
     most = 1 << max((_ELEMENTS // max(len(forwards) // 2, groups**2)).bit_length() - 1, 0)
     fitted = torch.empty_like(scale)
@@ -83,20 +72,21 @@ def _right_sides(
     right = torch.zeros(groups, settled.codes.shape[1], device=lower.device)
     zeros = None if zero is None else zero.T.contiguous()
     shape = settled.errors.shape
-    packed: Packed | None = None
+    packed: matmul.Packed | None = None
     if in_c:
-        held = torch.empty(packed_size(*shape), dtype=torch.bfloat16)
-        packed = Packed(held, shape[0], packed_size(shape[0], BLOCK))
+        held = torch.empty(matmul.packed_size(*shape), dtype=torch.bfloat16)
+        packed = matmul.Packed(held, shape[0], matmul.packed_size(shape[0], matmul.BLOCK))
     for rows in (slice(start, min(start + _ROWS, len(lower))) for start in range(0, len(lower), _ROWS)):
         if packed is not None:
-            pack_into(packed.part(rows.start, rows.stop), settled.errors[rows].bfloat16())
+            matmul.pack_into(packed.part(rows.start, rows.stop), settled.errors[rows].bfloat16())
         part = lower[rows, : rows.stop].to(torch.bfloat16 if in_c else torch.float32, copy=True)
         part[:, rows.start :].tril_()  # values above the diagonal belong to the Hessian
         if packed is None:
             products = part @ settled.errors[: rows.stop]
         else:
             products = torch.zeros(len(part), right.shape[1])
-            add_products(products, pack_matrix(part.T.contiguous()), slice(0, len(part)), packed.part(0, rows.stop))
+            left = matmul.pack_matrix(part.T.contiguous())
+            matmul.add_products(products, left, slice(0, len(part)), packed.part(0, rows.stop))
         values = settled.codes[rows].float()
         values = values if zeros is None else values.sub_(zeros.index_select(0, groups_of[rows]))
         # A matrix product, because index_add_ on a GPU sums in another order each time.
@@ -122,7 +112,7 @@ def _normal_equations(
     """
     size, num_rows = len(codes) // groups, codes.shape[1]
     in_c = in_c and size % 8 == 0
-    shape, dtype = (len(codes), -(-num_rows // BLOCK) * BLOCK), torch.bfloat16 if in_c else torch.float32
+    shape, dtype = (len(codes), -(-num_rows // matmul.BLOCK) * matmul.BLOCK), torch.bfloat16 if in_c else torch.float32
     values = torch.zeros(shape, dtype=dtype, device=codes.device)
     for group, own in enumerate(torch.split(values[:, :num_rows], size)):
         part = codes[group * size : (group + 1) * size]
@@ -164,9 +154,9 @@ def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None
 def _pack_groups(values: Tensor, size: int) -> Tensor:
     """Pack a bfloat16 matrix whose rows are inputs, `size` per group; each group becomes one row of the result."""
     parts = torch.split(values, size)
-    packed = torch.empty(len(parts), packed_size(size, values.shape[1]), dtype=torch.bfloat16)
+    packed = torch.empty(len(parts), matmul.packed_size(size, values.shape[1]), dtype=torch.bfloat16)
     for part, out in zip(parts, packed, strict=True):
-        pack_matrix(part, out)
+        matmul.pack_matrix(part, out)
     return packed
 
 
@@ -176,13 +166,7 @@ def _multiply_in_c(values: Tensor, packed: Tensor, first: int, panel: Tensor, no
     """
     count, groups, num_rows = normal.shape
     hessian = _pack_groups(panel.bfloat16(), len(values) // groups)
-    _function()(
+    native.function("qk_normal_equations", "ppppnnnnnni")(
         values.data_ptr(), packed.data_ptr(), hessian.data_ptr(), normal.data_ptr(), first, count, groups,
         len(values) // groups, num_rows, values.shape[1], torch.get_num_threads(),
     )  # fmt: skip
-
-
-@cache
-def _function() -> native.Function:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    return native.function("qk_normal_equations", *[pointer] * 4, *[size] * 6, ctypes.c_int)

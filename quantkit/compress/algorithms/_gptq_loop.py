@@ -7,9 +7,6 @@ columns are settled.
 Shapes: N outputs, K inputs, G groups.
 """
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,18 +14,9 @@ from torch import Tensor
 
 from quantkit.compress.algorithms._gptq_factor import Factor
 from quantkit.compress.calibration.observers import Workspace
-from quantkit.numerics import native
+from quantkit.numerics import matmul, native
 from quantkit.numerics.affine import Ranges, from_codes, to_codes
 from quantkit.numerics.dtype import DType
-from quantkit.numerics.matmul import (
-    BLOCK,
-    Packed,
-    add_products,
-    multiplies_bfloat16,
-    pack_into,
-    pack_matrix,
-    packed_size,
-)
 from quantkit.numerics.scheme import WeightScheme
 
 # Numbers of columns in a run. A block is settled in runs: inside a run, rank-1 updates stay in the cache; between runs,
@@ -136,10 +124,10 @@ class _Errors:
 
     def __init__(self, rows: Tensor, lower: Tensor, dtype: torch.dtype, workspace: Workspace) -> None:
         self._rows, self._lower, self._workspace = rows, lower, workspace
-        self._packed: Packed | None = None
-        if dtype == torch.bfloat16 and multiplies_bfloat16(rows.device):
-            held = workspace.empty((packed_size(*rows.shape),), "packed errors", rows, dtype)
-            self._packed = Packed(held, len(rows), packed_size(len(rows), BLOCK))
+        self._packed: matmul.Packed | None = None
+        if dtype == torch.bfloat16 and matmul.multiplies_bfloat16(rows.device):
+            held = workspace.empty((matmul.packed_size(*rows.shape),), "packed errors", rows, dtype)
+            self._packed = matmul.Packed(held, len(rows), matmul.packed_size(len(rows), matmul.BLOCK))
 
     def multiply(self, span: slice, out: Tensor) -> None:
         """Write to `out` the correction of the columns `span` for the errors of the settled columns, which are all
@@ -149,14 +137,14 @@ class _Errors:
         if self._packed is None or not len(below):
             torch.mm(below.T, self._rows[span.stop :], out=out)
             return
-        held = self._workspace.empty((packed_size(*below.shape),), "packed factor", below, torch.bfloat16)
+        held = self._workspace.empty((matmul.packed_size(*below.shape),), "packed factor", below, torch.bfloat16)
         right = self._packed.part(span.stop, len(self._rows))
-        add_products(out.zero_(), pack_matrix(below.bfloat16(), held), slice(0, len(out)), right)
+        matmul.add_products(out.zero_(), matmul.pack_matrix(below.bfloat16(), held), slice(0, len(out)), right)
 
     def take(self, span: slice) -> None:
         """Pack the errors of the columns `span`, which have just been settled, if products use packed operands."""
         if self._packed is not None:
-            pack_into(self._packed.part(span.start, span.stop), self._rows[span].bfloat16())
+            matmul.pack_into(self._packed.part(span.start, span.stop), self._rows[span].bfloat16())
 
 
 def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
@@ -198,15 +186,8 @@ def _settle_run(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: G
 def _settle_run_in_c(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
     """Do the same as `_settle` in C, for a few columns of an integer type that fit into the cache together."""
     zeros = None if grid.zeros is None else grid.zeros.data_ptr()
-    failed = _function()(
+    failed = native.function("qk_settle", "ppppnpppnnffi", "i")(
         rows.data_ptr(), due.data_ptr(), codes.data_ptr(), lower.data_ptr(), lower.stride(0), grid.scales.data_ptr(),
         zeros, grid.groups.data_ptr(), *rows.shape, grid.dtype.minimum, grid.dtype.maximum, torch.get_num_threads(),
     )  # fmt: skip
     assert not failed, "more columns than C settles at once"
-
-
-@cache
-def _function() -> Callable[..., int]:
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    types = (*[pointer] * 4, size, *[pointer] * 3, size, size, number, number, ctypes.c_int)
-    return native.function("qk_settle", *types, returns=ctypes.c_int)

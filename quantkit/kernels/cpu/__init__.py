@@ -8,7 +8,6 @@ torch does all the work.
 
 from pathlib import Path
 
-from quantkit.native import Function as Function
 from quantkit.native import Library
 
 _LIBRARY = Library(Path(__file__).parent)

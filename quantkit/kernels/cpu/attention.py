@@ -3,8 +3,7 @@
 `reference.attention` defines the results. The ctypes structures mirror `kv.h`.
 """
 
-import functools
-from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_double, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -86,13 +85,6 @@ def _prepare(batch: ForwardBatch) -> Any:
     return latest[1]
 
 
-@functools.cache
-def _function() -> cpu.Function:
-    """Return the C function; looked up once."""
-    pointer, size = c_void_p, c_int64
-    return cpu.function("qk_attend", *[pointer] * 7, *[size] * 4, c_int, c_int, returns=c_int)
-
-
 def is_available(views: KVViews) -> bool:
     """Whether the C kernels can read these pages."""
     few_bits = any(array.scheme.dtype in (INT3, INT2) for array in (views.key, views.value))
@@ -114,7 +106,7 @@ class NativeAttention:
     """
 
     def __init__(self, views: KVViews) -> None:
-        self._attend = _function()
+        self._attend = cpu.function("qk_attend", "pppppppnnnnii", "i")
         self._plain = TorchAttention(views)
         self.structure = _layer(views)  # points into tensors that `_plain` keeps alive
         self._layer = byref(self.structure)

@@ -16,7 +16,6 @@ from quantkit.kernels.types import Linear, LinearSource, nbytes
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-_POINTER = ctypes.c_void_p
 _PANEL = 64
 _BF16, _F32, _W4, _W8, _FP8, _F16, _H8, _U8 = range(8)
 # For each storage type: the number of inputs that are stored together, and their bytes in a panel.
@@ -94,7 +93,7 @@ class NativeLinear(Linear):
         self.activation = unquantized if activation is None else _ACTIVATIONS[activation.dtype.name]
         self.is_int8, self.is_dense = storage == _U8, storage in _DENSE.values()
         name = "qk_linear_int8" if self.is_int8 else "qk_linear"
-        self._multiply = cpu.function(name, *[_POINTER] * 3, ctypes.c_int64, *[ctypes.c_int] * 3, returns=ctypes.c_int)
+        self._multiply = cpu.function(name, "pppniii", "i")
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self.dtype:
@@ -198,8 +197,7 @@ def _lay_out(storage: int, weight: Tensor) -> Tensor:
     unit, unit_bytes = _UNITS[storage]
     panel_bytes = -(-width // unit) * unit_bytes
     panels = torch.zeros(-(-rows // _PANEL) * panel_bytes, dtype=torch.uint8)
-    size = ctypes.c_int64
-    lay_out = cpu.function("qk_linear_layout", ctypes.c_int, _POINTER, size, size, _POINTER, size)
+    lay_out = cpu.function("qk_linear_layout", "ipnnpn")
     dense = weight.contiguous()  # by name: C reads it after data_ptr() has returned
     lay_out(storage, dense.data_ptr(), rows, width, panels.data_ptr(), panel_bytes)
     return panels

@@ -5,7 +5,6 @@
 """
 
 import functools
-from ctypes import c_double, c_int, c_int64, c_void_p
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +25,11 @@ def _functions() -> Any:
     """Return the C functions by name, looked up once because a lookup costs time; None without a library."""
     if cpu.library() is None:
         return None
-    pointer, size, number = c_void_p, c_int64, c_double
     return SimpleNamespace(
-        rms_norm=cpu.function("qk_rms_norm", *[pointer] * 3, *[size] * 5, number, number, c_int, c_int),
-        add_rms_norm=cpu.function("qk_add_rms_norm", *[pointer] * 5, size, size, number, number, c_int, c_int),
-        rotary=cpu.function("qk_rotary", *[pointer] * 4, *[size] * 7, c_int, c_int),
-        gated=cpu.function("qk_gated", pointer, pointer, size, size, c_int, c_int, c_int),
+        rms_norm=cpu.function("qk_rms_norm", "pppnnnnnddii"),
+        add_rms_norm=cpu.function("qk_add_rms_norm", "pppppnnddii"),
+        rotary=cpu.function("qk_rotary", "ppppnnnnnnnii"),
+        gated=cpu.function("qk_gated", "ppnniii"),
     )
 
 

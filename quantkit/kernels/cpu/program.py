@@ -5,9 +5,8 @@ operation gives the same bits as its own function in `kernels.ops`, `linear` or 
 panels, heads or channels of an operation, and a sum does not depend on which thread computes it.
 """
 
-import functools
 from collections.abc import Sequence
-from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_double, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -61,11 +60,6 @@ class AngleTable(Structure):
     """Addresses of the tables of cosines and sines (positions, R/2) float32; the tables may move between steps."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p))
-
-
-@functools.cache
-def _run() -> cpu.Function:
-    return cpu.function("qk_run_program", c_void_p, c_int, returns=c_int)
 
 
 class Program:
@@ -189,7 +183,7 @@ class Program:
         self._batch.sequences = len(table)
         self._program.rows = rows
         is_small = rows * self._products < _PARALLEL_FROM * self._num_linears
-        if _run()(byref(self._program), 1 if is_small else torch.get_num_threads()):
+        if cpu.function("qk_run_program", "pi", "i")(byref(self._program), 1 if is_small else torch.get_num_threads()):
             raise ResourceError("out of memory for the scratch space of a decode step")
 
     def _finish(self) -> _Program:

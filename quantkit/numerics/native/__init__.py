@@ -5,7 +5,6 @@ Every caller has an alternative in torch for machines without a compiler.
 
 from pathlib import Path
 
-from quantkit.native import Function as Function
 from quantkit.native import Library
 
 _LIBRARY = Library(Path(__file__).parent)
