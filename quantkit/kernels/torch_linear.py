@@ -62,12 +62,7 @@ def scaled_mm(codes: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, b
         (T, N) bfloat16.
     """
     return torch._scaled_mm(
-        codes,
-        weight.t(),
-        scale_a=row_scale,
-        scale_b=scale.view(1, -1),
-        bias=bias,
-        out_dtype=torch.bfloat16,
+        codes, weight.t(), scale_a=row_scale, scale_b=scale.view(1, -1), bias=bias, out_dtype=torch.bfloat16
     )
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.numerics.affine import to_codes
-from quantkit.numerics.dtype import DType
 from quantkit.numerics.scales import global_scale, round_scale, storable_scale, two_level_scale
 from quantkit.numerics.scheme import ActivationScheme
 
@@ -44,15 +43,12 @@ def _fake_quantize(values: Tensor, scheme: ActivationScheme, scale: Tensor | Non
     if not scheme.dynamic and scale is not None:
         step = scale.float()
     else:
-        step = _dynamic_scale(single.abs().amax(dim=-1, keepdim=True), dtype, scale)
+        largest = single.abs().amax(dim=-1, keepdim=True)
+        if scale is None:
+            step = storable_scale(largest, dtype, torch.float32, None)
+        else:  # the global scale of a type with two levels
+            step = two_level_scale(largest / dtype.half_range, scale.float())
     return (to_codes(single, step, None, dtype) * step).to(values.dtype)
-
-
-def _dynamic_scale(largest: Tensor, dtype: DType, outer: Tensor | None) -> Tensor:
-    """Compute scales from the largest magnitudes (..., 1); `outer` is the global scale of types with two levels."""
-    if outer is None:
-        return storable_scale(largest, dtype, torch.float32, None)
-    return two_level_scale(largest / dtype.half_range, outer.float())
 
 
 def input_scale(largest: Tensor, scheme: ActivationScheme, scale_dtype: torch.dtype) -> Tensor:

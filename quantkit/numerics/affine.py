@@ -20,7 +20,7 @@ from quantkit.numerics import super_blocks
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.scales import global_scale, round_scale, row_scales, storable_scale
 from quantkit.numerics.scheme import WeightScheme
-from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.numerics.tensor import QuantizedTensor, concatenated
 
 # Elements handled at once by the range search: small enough that its temporaries stay in a CPU's cache.
 _SEARCH_CHUNK = 1 << 18
@@ -52,10 +52,9 @@ class Ranges(NamedTuple):
 
 def join_ranges(parts: Sequence[Ranges]) -> Ranges:
     """Concatenate the ranges of several matrices with the same scheme along the rows."""
-    zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    blocks = [part.block_scale for part in parts if part.block_scale is not None]
     scale = torch.cat([part.scale for part in parts])
-    return Ranges(scale, torch.cat(zeros) if zeros else None, torch.cat(blocks) if blocks else None)
+    zero, block = (concatenated(each) for each in ([p.zero_point for p in parts], [p.block_scale for p in parts]))
+    return Ranges(scale, zero, block)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quantkit.numerics.dtype import DType
+from quantkit.numerics.tensor import concatenated
 
 # Values worked on at once: their temporaries stay in a CPU's cache.
 _CHUNK = 1 << 17
@@ -177,11 +178,7 @@ def _completed(step: Tensor, offset: Tensor | None, scales: Tensor, minimums: Te
 
 
 def _join(parts: Sequence[Blocks]) -> Blocks:
-    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    step, offset, scales, minimums = (joined(tensors) for tensors in zip(*parts, strict=True))
+    step, offset, scales, minimums = map(concatenated, zip(*parts, strict=True))
     assert step is not None and scales is not None
     return Blocks(step, offset, scales, minimums)
 

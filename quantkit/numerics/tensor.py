@@ -94,19 +94,13 @@ class QuantizedTensor:
         """
         # Always a copy, also of float32 codes, since it is multiplied in place.
         values = self.codes.to(torch.float32, copy=True)
-        of_codes: tuple[Any, ...] = (
-            slice(None),
-            self.group_index,
-        )  # index that expands (N, G) to the shape of the codes
-        # Groups in order are broadcast; an index expands the scales to the size of the weight.
-        if self.group_index is None:
-            values, of_codes = (
-                values.view(len(values), self.scale.shape[1], -1),
-                (slice(None), slice(None), None),
-            )  # (N, G, g)
+        index: tuple[Any, ...] = (slice(None), self.group_index)  # expands (N, G) to the shape of the codes
+        if self.group_index is None:  # groups in order are broadcast
+            values = values.view(len(values), self.scale.shape[1], -1)  # (N, G, g)
+            index = (slice(None), slice(None), None)
         if self.zero_point is not None:
-            values -= self.zero_point.float()[of_codes]
-        return values.mul_(self.scale.float()[of_codes]).view(self.shape).to(dtype)
+            values -= self.zero_point.float()[index]
+        return values.mul_(self.scale.float()[index]).view(self.shape).to(dtype)
 
 
 def join_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
@@ -114,12 +108,16 @@ def join_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     if len(parts) == 1:
         return parts[0]
     storage = parts[0].codes.dtype
-    zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    blocks = [part.block_scale for part in parts if part.block_scale is not None]
     return replace(
         parts[0],
         codes=torch.cat([part.codes.view(torch.uint8) for part in parts]).view(storage),  # as in `take_rows`
         scale=torch.cat([part.scale for part in parts]),
-        zero_point=torch.cat(zeros) if zeros else None,
-        block_scale=torch.cat(blocks) if blocks else None,
+        zero_point=concatenated([part.zero_point for part in parts]),
+        block_scale=concatenated([part.block_scale for part in parts]),
     )
+
+
+def concatenated(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate tensors along the first dimension; None if all are None."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
