@@ -25,47 +25,15 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SchemeError, suggestion
-from quantkit.models.kv_sizes import (
-    KV_TYPES,
-    KVForm,
-    PageArray,
-    Side,
-    form_of_schemes,
-    has_residual,
-    has_value_residual,
-    padded_bytes,
-    page_arrays,
-    residual_numbers,
-    residual_tokens,
-    side_of,
-)
+from quantkit.models import kv_sizes
+from quantkit.models.kv_sizes import KV_TYPES, KVForm, PageArray, Side
 from quantkit.models.layer_state_sizes import AttentionShape, StateShape
-from quantkit.numerics.kv_cache import (
-    FP8_TENSOR,
-    INT2_TOKEN,
-    INT3_CHANNEL,
-    INT3_TOKEN,
-    INT4_CHANNEL,
-    INT4_TOKEN,
-    INT8_CHANNEL,
-    INT8_TOKEN,
-    KEY_SCHEMES,
-    VALUE_SCHEMES,
-    LayerCache,
-)
+from quantkit.numerics.kv_cache import INT8_CHANNEL, PRESETS, LayerCache
 from quantkit.numerics.scheme import CacheScheme, KVScheme
 
 SCALE_DTYPE = torch.float16
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SCHEMES = {
-    "fp8": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR),
-    "int8": KVScheme(key=INT8_CHANNEL, value=INT8_TOKEN),
-    "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
-    "k4v3": KVScheme(key=INT4_CHANNEL, value=INT3_TOKEN),
-    "k4v2": KVScheme(key=INT4_CHANNEL, value=INT2_TOKEN),
-    "k3v2": KVScheme(key=INT3_CHANNEL, value=INT2_TOKEN),
-}
 _UNQUANTIZED = LayerCache()
 
 
@@ -157,11 +125,7 @@ class KVLayout:
             raise SchemeError(
                 f"latent attention does not support {what}, because its keys are also its values; use bf16, fp8 or int8"
             )
-        sides = (("keys", self.scheme.key, KEY_SCHEMES), ("values", self.scheme.value, VALUE_SCHEMES))
-        for what, scheme, known in sides:
-            if scheme.dtype is not None and scheme not in known:
-                names = ", ".join(other.describe() for other in known)
-                raise SchemeError(f"a KV cache cannot store {what} as {scheme.describe()}; use {names}")
+        for what, scheme in (("keys", self.scheme.key), ("values", self.scheme.value)):
             bits = 8 if scheme.dtype is None else scheme.dtype.bits
             if self.head_dim * bits % 8:
                 raise SchemeError(
@@ -181,43 +145,43 @@ class KVLayout:
     @property
     def has_residual(self) -> bool:
         """Whether the newest keys stay in `dtype` because a page is quantized only when complete."""
-        return has_residual(self._sides[0])
+        return kv_sizes.has_residual(self._sides[0])
 
     @property
     def has_value_residual(self) -> bool:
         """Whether the newest values stay in `dtype` too: most of the attention is on them."""
-        return has_value_residual(*self._sides)
+        return kv_sizes.has_value_residual(*self._sides)
 
     @property
     def residual_tokens(self) -> int:
         """Slots of a sequence's residual windows: one page that is not complete, plus the largest number of tokens that
         the engine may discard after a step (rejected drafts).
         """
-        return residual_tokens(self._sides[0], self.page_size)
+        return kv_sizes.residual_tokens(self._sides[0], self.page_size)
 
     @property
     def residual_bytes(self) -> int:
         """Bytes of one sequence's residual windows in this layer."""
         key, value = self._sides
         dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": self.value_dim}
-        return residual_numbers(key, value, **dims, page_size=self.page_size) * self.dtype.itemsize
+        return kv_sizes.residual_numbers(key, value, **dims, page_size=self.page_size) * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of this layer, padding included."""
-        return padded_bytes(self.blocks())
+        return kv_sizes.padded_bytes(self.blocks())
 
     @property
     def _sides(self) -> tuple[Side, Side]:
         size = self.dtype.itemsize
-        return side_of(self.scheme.key, size), side_of(self.scheme.value, size)
+        return kv_sizes.side_of(self.scheme.key, size), kv_sizes.side_of(self.scheme.value, size)
 
     def blocks(self) -> dict[str, PageArray]:
         """Return the arrays of a page, keyed by name, in memory order."""
         key, value = self._sides
         kept = 0 if self.rope_dim else self.head_dim
         dims = {"heads": self.num_heads, "key_dim": self.head_dim, "value_dim": kept}
-        return page_arrays(key, value, **dims, page_size=self.page_size)
+        return kv_sizes.page_arrays(key, value, **dims, page_size=self.page_size)
 
     def new_residuals(self, rows: int, device: torch.device) -> list[Tensor]:
         """Allocate the residual windows of this many sequences: of keys, then of values, where the layout has them."""
@@ -319,7 +283,7 @@ class EntryLayout:
     @property
     def form(self) -> KVForm:
         """The layout as a `KVForm`, from which bytes are predicted."""
-        return form_of_schemes("", [self.scheme], self.dtype.itemsize)
+        return kv_sizes.form_of_schemes("", [self.scheme], self.dtype.itemsize)
 
     @property
     def page_bytes(self) -> int:
@@ -348,13 +312,13 @@ def kv_scheme(name: str, *, latent: bool = False) -> KVScheme:
         raise SchemeError(
             f"unknown KV cache type {name!r}{suggestion(name, KV_TYPES)}; supported: {', '.join(KV_TYPES)}"
         )
-    scheme = _SCHEMES.get(name, _UNQUANTIZED.scheme)
+    scheme = PRESETS.get(name, _UNQUANTIZED.scheme)
     return KVScheme(key=scheme.value, value=scheme.value) if latent and scheme.key == INT8_CHANNEL else scheme
 
 
 def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
     """Return the dtype of unquantized keys and values for a KV cache type: bf16, fp16, fp32, else `default`."""
-    return _DTYPES.get(name) or default
+    return _DTYPES.get(name, default)
 
 
 def page_bytes(layouts: Sequence[Layout]) -> int:

@@ -33,6 +33,15 @@ VALUE_SCHEMES = (*_BOTH, INT3_TOKEN, INT2_TOKEN)
 KEY_SCHEMES = (*_BOTH, INT4_CHANNEL, INT8_CHANNEL, INT3_CHANNEL)
 """Schemes in which a cache can store keys. With 2 bits, keys would be useless."""
 
+PRESETS = {
+    "fp8": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR),
+    "int8": KVScheme(key=INT8_CHANNEL, value=INT8_TOKEN),
+    "int4": KVScheme(key=INT4_CHANNEL, value=INT4_TOKEN),
+    "k4v3": KVScheme(key=INT4_CHANNEL, value=INT3_TOKEN),
+    "k4v2": KVScheme(key=INT4_CHANNEL, value=INT2_TOKEN),
+    "k3v2": KVScheme(key=INT3_CHANNEL, value=INT2_TOKEN),
+}
+"""Schemes of a whole cache, keyed by short name; other short names keep keys and values unquantized."""
 Scales = float | tuple[float, ...]
 """Fixed scales: one number for all heads, or one per key/value head."""
 

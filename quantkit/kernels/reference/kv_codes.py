@@ -35,21 +35,21 @@ STEPS = {2: 1.248, 3: 0.7345}
 """Best steps, by bits, for normally distributed numbers whose mean magnitude is 1."""
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack (..., D) uint8 codes of 2, 3 or 4 bits into (..., D * bits / 8) bytes, as drawn in `layouts`."""
     if bits == 3:
-        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], dim=-1)
+        return torch.cat([pack_codes(codes & 3, 2), pack_codes(codes >> 2, 1)], dim=-1)
     packed = torch.zeros_like(codes[..., : codes.shape[-1] * bits // 8])
     for number, some in enumerate(codes.chunk(8 // bits, dim=-1)):
         packed |= some << (number * bits)
     return packed
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack (..., D * bits / 8) bytes to (..., D) uint8 codes; the inverse of `pack`."""
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Unpack (..., D * bits / 8) bytes to (..., D) uint8 codes; the inverse of `pack_codes`."""
     if bits == 3:
         low, high = packed.tensor_split([packed.shape[-1] * 2 // 3], dim=-1)
-        return unpack(low, 2) | (unpack(high, 1) << 2)
+        return unpack_codes(low, 2) | (unpack_codes(high, 1) << 2)
     return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
 
 
@@ -90,7 +90,7 @@ def codes_of(
     largest = scheme.dtype.full_range
     scale = _round_up((high - zero.float()) / largest)
     codes = ((single - zero.float()) / scale.float()).round_().clamp_(0, largest).to(torch.uint8)
-    return pack(codes, scheme.dtype.bits), scale.squeeze(axis), zero.squeeze(axis)
+    return pack_codes(codes, scheme.dtype.bits), scale.squeeze(axis), zero.squeeze(axis)
 
 
 def is_turned(scheme: CacheScheme) -> bool:
@@ -109,7 +109,7 @@ def _turned_codes(values: Tensor, dtype: DType | None) -> tuple[Tensor, Tensor, 
     scale = step.clamp(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)
     codes = rotated / (scale.float() * block / unit) + middle
     codes = codes.round_().clamp_(0, dtype.full_range).to(torch.uint8)
-    return pack(codes, dtype.bits), scale.squeeze(-1), None
+    return pack_codes(codes, dtype.bits), scale.squeeze(-1), None
 
 
 def decode_states(
@@ -145,7 +145,7 @@ def numbers_of(codes: Tensor, dtype: DType | None) -> Tensor:
     """Return codes as float32 numbers, without scale and zero."""
     if dtype is FP8:
         return codes.view(FP8.storage).float()
-    return (unpack(codes, dtype.bits) if dtype is not None and dtype.bits < 8 else codes.view(torch.int8)).float()
+    return (unpack_codes(codes, dtype.bits) if dtype is not None and dtype.bits < 8 else codes.view(torch.int8)).float()
 
 
 def _to_fp8(values: Tensor) -> Tensor:

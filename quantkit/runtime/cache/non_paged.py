@@ -26,16 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.kernels.layouts import EntryLayout
-from quantkit.kernels.reference.kv_codes import numbers_of, pack
+from quantkit.kernels.reference.kv_codes import numbers_of, pack_codes
 from quantkit.kernels.types import ForwardBatch
-from quantkit.models.layer_state_sizes import (
-    ENTRY_BLOCK,
-    ENTRY_EXPONENTS,
-    INDEX_BLOCK,
-    INDEX_EXPONENTS,
-    StateShape,
-    exponent_bytes,
-)
+from quantkit.models import layer_state_sizes
+from quantkit.models.layer_state_sizes import StateShape, exponent_bytes
 from quantkit.numerics.dtype import FP8, INT4, DType
 
 
@@ -169,7 +163,7 @@ class EntryCodes:
         if self.number is FP8:
             return numbers.to(FP8.storage).view(torch.uint8)
         if self.number is INT4:
-            return pack((numbers.round() + 8).to(torch.uint8), 4)
+            return pack_codes((numbers.round() + 8).to(torch.uint8), 4)
         return numbers.round().to(torch.int8).view(torch.uint8)
 
 
@@ -187,10 +181,14 @@ class EntryPool:
 
     def __init__(self, layout: EntryLayout, num_pages: int, num_rows: int, device: torch.device) -> None:
         shape, kept = layout.shape, (layout.scheme.key.dtype, layout.dtype)
-        self._entry = EntryCodes(shape.key_dim, shape.rope_dim, ENTRY_BLOCK, ENTRY_EXPONENTS, *kept)
+        self._entry = EntryCodes(
+            shape.key_dim, shape.rope_dim, layer_state_sizes.ENTRY_BLOCK, layer_state_sizes.ENTRY_EXPONENTS, *kept
+        )
         self._codes = [self._entry]
         if shape.index_dim:
-            self._codes.append(EntryCodes(shape.index_dim, 0, INDEX_BLOCK, INDEX_EXPONENTS, *kept))
+            self._codes.append(
+                EntryCodes(shape.index_dim, 0, layer_state_sizes.INDEX_BLOCK, layer_state_sizes.INDEX_EXPONENTS, *kept)
+            )
         sizes = shape.page_parts(layout.form, layout.page_size)
         self._pages = [torch.empty(num_pages, size, dtype=torch.uint8, device=device) for size in sizes]
         window, past = shape.window or 0, (num_rows, shape.past_tokens, shape.past_width)
