@@ -263,11 +263,7 @@ class _Model:
 
 
 def stored_model(
-    recipe: Recipe,
-    family: Family,
-    layers: Sequence[LayerLinears],
-    assigned: Sequence[Schemes],
-    hidden_size: int | None,
+    recipe: Recipe, family: Family, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], hidden_size: int | None
 ) -> StoredModel:
     """Describe the checkpoint that a recipe will write, for the rules of engines.
 

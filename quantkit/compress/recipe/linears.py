@@ -1,6 +1,6 @@
 """Linears that a recipe is applied to, and notes about linears that get another scheme than the recipe asks for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from quantkit.compress.recipe.load import Recipe
@@ -36,22 +36,14 @@ def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequenc
     """
     smaller: dict[tuple[int, int], list[str]] = {}
     widths: dict[int, set[int]] = {}
-    for layer, schemes in zip(layers, assigned, strict=True):
-        for name, scheme in schemes.items():
-            rule = asked.mtp if layer.is_head else asked.scheme.find(f"{layer.name}.{name}")
-            full = f"{layer.name}.{name}"
-            if scheme is None or rule is None or asked.scheme.keeps(full):
-                continue
-            before, after = rule.weight.group_size, scheme.weight.group_size
-            if (
-                before is not None
-                and after is not None
-                and before != after
-                and scheme.weight.dtype == rule.weight.dtype
-            ):
-                smaller.setdefault((before, after), []).append(full)
-                if layer.shapes[name][1] % before:
-                    widths.setdefault(before, set()).add(layer.shapes[name][1])
+    for name, width, rule, given in _asked_and_given(asked, layers, assigned):
+        before, after = rule.weight.group_size, given.weight.group_size
+        if before is None or after is None or before == after or asked.scheme.keeps(name):
+            continue
+        if given.weight.dtype == rule.weight.dtype:
+            smaller.setdefault((before, after), []).append(name)
+            if width % before:
+                widths.setdefault(before, set()).add(width)
     if not smaller:
         return ()
     total = count_linears(assigned)
@@ -72,17 +64,28 @@ def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequ
     their number of inputs is not a multiple of the requested type's block size. For the arguments, see `group_notes`.
     """
     others: dict[tuple[str, str], list[tuple[str, int]]] = {}
-    for layer, schemes in zip(layers, assigned, strict=True):
-        for name, scheme in schemes.items():
-            rule = asked.scheme.find(full := f"{layer.name}.{name}")
-            if scheme is not None and rule is not None and rule.weight.dtype.block is not None and scheme != rule:
-                pair = rule.weight.dtype.name, scheme.weight.describe()
-                others.setdefault(pair, []).append((full, layer.shapes[name][1]))
+    for name, width, rule, given in _asked_and_given(asked, layers, assigned):
+        if rule.weight.dtype.block is not None and given != rule:
+            others.setdefault((rule.weight.dtype.name, given.weight.describe()), []).append((name, width))
     return tuple(
         f"blocks of {before} do not divide {' and '.join(map(str, sorted({width for _, width in replaced})))} inputs: "
         f"{len(replaced)} of {count_linears(assigned)} linears, such as {replaced[0][0]}, are {after} instead"
         for (before, after), replaced in others.items()
     )
+
+
+def _asked_and_given(
+    asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]
+) -> Iterator[tuple[str, int, LinearScheme, LinearScheme]]:
+    """Yield for each linear with a scheme: its full name, its number of inputs, the scheme that the recipe asks for,
+    and the scheme that it gets.
+    """
+    for layer, schemes in zip(layers, assigned, strict=True):
+        for name, given in schemes.items():
+            full = f"{layer.name}.{name}"
+            rule = asked.mtp if layer.is_head else asked.scheme.find(full)
+            if given is not None and rule is not None:
+                yield full, layer.shapes[name][1], rule, given
 
 
 def count_linears(assigned: Sequence[Schemes]) -> int:

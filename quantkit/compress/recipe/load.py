@@ -337,10 +337,9 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
         scheme = LinearScheme(weight=schemes.weight_scheme(weights, path), activation=activation)
         pair = scheme.weight.dtype.name, None if activation is None else activation.dtype.name
         # Kernels of this pair store group scales in 8 bits, so choose scales that 8 bits hold exactly.
-        weight = (
-            replace(scheme.weight, row_scales="e4m3") if pair == _W4AFP8 and scheme.weight.group_size else scheme.weight
-        )
-        return replace(scheme, weight=weight)
+        if pair == _W4AFP8 and scheme.weight.group_size:
+            scheme = replace(scheme, weight=replace(scheme.weight, row_scales="e4m3"))
+        return scheme
 
     default = linear(source["weights"], "weights")
     rules: list[Rule] = []

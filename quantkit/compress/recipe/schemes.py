@@ -8,7 +8,7 @@ from quantkit.compress.recipe import schema
 from quantkit.compress.recipe.schema import as_recipe_error
 from quantkit.errors import RecipeError
 from quantkit.numerics.dtype import find_dtype
-from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme
+from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme, scheme_to_dict
 from quantkit.numerics.scheme import ActivationScheme, CacheScheme, KVScheme, WeightScheme
 
 # Default granularity of number types; "token" for types not listed. Floats work with one scale for all tokens; integers
@@ -165,13 +165,7 @@ def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
         RecipeError: see `build_cache`.
     """
     goal = build_cache(section)
-    scheme = goal.scheme
-    sides = {
-        name: {"dtype": side.dtype.name, "granularity": side.granularity}
-        for name, side in (("keys", scheme.key), ("values", scheme.value))
-        if side.dtype is not None
-    }
-    fields = {**section.model_dump(exclude={"layers"}), **sides, "granularity": None}
+    fields = {**section.model_dump(exclude={"layers"}), **_sides(goal.scheme), "granularity": None}
     if not section.layers:  # left out, so that older recipes keep their identity
         return fields
     return {
@@ -184,12 +178,13 @@ def _layer_fields(entry: schema.CacheLayers, scheme: KVScheme) -> dict[str, Any]
     """Return an entry of `layers` as plain data with every default filled in."""
     if entry.skip:
         return {"numbers": list(entry.numbers), "skip": True}
-    sides = {
-        name: {"dtype": side.dtype.name, "granularity": side.granularity}
-        for name, side in (("keys", scheme.key), ("values", scheme.value))
-        if getattr(entry, name) is not None and side.dtype is not None
-    }
+    sides = {name: side for name, side in _sides(scheme).items() if getattr(entry, name) is not None}
     return {"numbers": list(entry.numbers), **sides}
+
+
+def _sides(scheme: KVScheme) -> dict[str, Any]:
+    """Return number type and granularity of keys and of values as plain data, without what is unquantized."""
+    return {name: side for name in ("keys", "values") if (side := scheme_to_dict(scheme)[name]) is not None}
 
 
 def _side(section: schema.KVCacheSection, name: Literal["keys", "values"]) -> CacheScheme:
