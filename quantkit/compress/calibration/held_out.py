@@ -162,10 +162,8 @@ class HeldOut:
             return rounded(rows).to(now.dtype)
 
         if inputs is None or target is None or len(inputs) != len(target):
-            error, rounding_error = (
-                weight_error(weight, lambda rows: unscaled(rows) / columns),
-                weight_error(weight, plain),
-            )
+            error = weight_error(weight, lambda rows: unscaled(rows) / columns)
+            rounding_error = weight_error(weight, plain)
             return replace(record, error=error, rounding_error=rounding_error, measure="weight")
         return replace(
             record,

@@ -26,7 +26,7 @@ from quantkit.compress.calibration.folding import output_divisor
 from quantkit.compress.calibration.hidden_state_store import ActivationStore
 from quantkit.compress.calibration.layer_data import LayerChoices, LayerData
 from quantkit.compress.calibration.observers import CrossGram, Deliveries, Gram, Observer, options_of, own_turns
-from quantkit.compress.calibration.stream import NOTHING, Stream
+from quantkit.compress.calibration.stream import NOTHING, Stream, learn_structure
 from quantkit.distributed import broadcast, gather, share_out, world
 from quantkit.huggingface.layer_call import Batch
 from quantkit.machine.memory import release_freed_memory
@@ -205,8 +205,8 @@ class LayerContext:
                 shown, send_inputs = tuple(observed), partial(send, "input")
                 self.stream.run(number, run, shown, send_inputs, changing, needed, all_tokens=self.data.all_tokens)
                 # Run both models in turns, so that only one batch of inputs is held.
-                if original is not None and compared:
-                    run = partial(original.forward, original.batch(number))
+                if original is not None and original.store is not None and compared:
+                    run = partial(original.forward, original.store[number])
                     original.run(number, run, tuple(compared), partial(send, "original"), (), changing - seen)
             rows.deliver()
         if original is not None:
@@ -216,7 +216,7 @@ class LayerContext:
     def _learn_structure(self) -> None:
         first = self.store[0]
         if isinstance(first, Tensor):
-            self.stream.learn(self.schemes, partial(self.forward, first[:1]))
+            self.stream.structure = learn_structure(self.block, self.schemes, partial(self.forward, first[:1]))
         else:  # a `LayerCall`: layers exchange tensors inside, so no module may be skipped
             self.stream.structure = NOTHING
             self.chosen.notes.append("passes on more than hidden states, so all of it was run for each set of linears")

@@ -113,20 +113,10 @@ class _Extent:
     shape: torch.Size
 
 
-class _Kept:
-    """Stored tensors of one batch: for each module, its output or the input of its last linear. *Mutable*.
-
-    Attributes:
-        values: for each module, the stored value, and the linear whose input this is; None = it is the module's output.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, tuple[Value, str | None]] = {}
-
-    def prune(self) -> None:
-        """Remove stored tensors of modules that are inside another stored module."""
-        for module in [name for name in self.values if _is_in_any(name, self.values)]:
-            del self.values[module]
+Kept = dict[str, tuple[Value, str | None]]
+"""Stored tensors of one batch: for each module, its output (with None), or the input of its last linear, with the name
+of this linear.
+"""
 
 
 class Stream:
@@ -154,7 +144,7 @@ class Stream:
         self.block, self.store, self.arguments, self._next_call = block, store, arguments, next_call
         self.device = next(block.parameters()).device
         self.structure: Structure | None = None
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Kept] = {}
         self._files: WeakValueDictionary[str, _File] = WeakValueDictionary()
 
     @torch.inference_mode()
@@ -171,10 +161,6 @@ class Stream:
                 return self.forward(batch)
             assert self._next_call is not None, "no next_call, but layers exchange more than hidden states"
             return self._next_call(batch, compute_with(self.block))
-
-    def learn(self, linears: Collection[str], run: Callable[[], Tensor]) -> None:
-        """Find the modules that can be replayed, so that later runs store and replay them; see `learn_structure`."""
-        self.structure = learn_structure(self.block, linears, run)
 
     def run(
         self,
@@ -199,10 +185,10 @@ class Stream:
                 to its end, so that its output can be stored.
             all_tokens: see `probe`.
         """
-        kept, structure = self._kept.setdefault(number, _Kept()), self.structure or NOTHING
+        kept, structure = self._kept.setdefault(number, {}), self.structure or NOTHING
         ends = _next_ends(structure, linears, changing)
         # Modules inside a module of `ends` are not needed after this run, which stores the input of its last linear.
-        known = {*(name for name, (_, linear) in kept.values.items() if linear is None), *linears}
+        known = {*(name for name, (_, linear) in kept.items() if linear is None), *linears}
         to_keep = [
             name
             for name in structure.without({*changing, *needed})
@@ -212,11 +198,11 @@ class Stream:
 
         def keep_output(name: str, output: Any) -> None:
             if final:
-                kept.values[name] = self._keep(name, output), None
+                kept[name] = self._keep(name, output), None
 
         def keep_input(name: str, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             if final:
-                kept.values[ends[name]] = self._keep(ends[name], args[0]), name
+                kept[ends[name]] = self._keep(ends[name], args[0]), name
 
         def change(*_: object) -> None:
             nonlocal final
@@ -228,7 +214,9 @@ class Stream:
         finish = [name for name in to_keep if any(_is_inside(linear, name) for linear in linears)]
         with removed_after(hooks), self.replaying(number, linears):
             probe(self.block, linears, on_call, run, all_tokens=all_tokens, finish=finish)
-        kept.prune()
+        # What is inside another stored module is not needed any more.
+        for module in [name for name in kept if _is_in_any(name, kept)]:
+            del kept[module]
 
     @contextmanager
     def replaying(self, number: int, linears: Collection[str] = ()) -> Iterator[None]:
@@ -237,7 +225,7 @@ class Stream:
         """
         kept, ends = self._kept.get(number), (self.structure or NOTHING).ends
         with ExitStack() as stack:
-            for name, (value, end) in kept.values.items() if kept else ():
+            for name, (value, end) in kept.items() if kept else ():
                 if not any((_is_inside(linear, name) or linear == name) and linear != end for linear in linears):
                     given = value if end is None else partial(self._end, ends[name], value)
                     stack.enter_context(self._replaced(name, given))
@@ -247,14 +235,9 @@ class Stream:
         """Discard all stored results, because the layer's computation has changed."""
         self._kept.clear()
 
-    def batch(self, number: int) -> Batch:
-        """Return batch `number` of the layer's inputs."""
-        assert self.store is not None, "no calibration data"
-        return self.store[number]
-
     def drop_complete(self) -> None:
         """Free the weights of modules whose outputs are stored for all batches of this process."""
-        whole = (name for kept in self._kept.values() for name, (_, linear) in kept.values.items() if linear is None)
+        whole = (name for kept in self._kept.values() for name, (_, linear) in kept.items() if linear is None)
         counts = Counter(whole)
         for name, count in counts.items():
             if self.store is not None and count == len(self.store.own):
