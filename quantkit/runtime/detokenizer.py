@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from quantkit.runtime.dialects.answer_parser import overlap
+
 TextOf = Callable[[list[int]], str]
 
 _BROKEN = "\ufffd"
@@ -101,7 +103,6 @@ class StopFinder:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
 
     def push(self, delta: str) -> tuple[str, bool]:
@@ -115,9 +116,7 @@ class StopFinder:
             self._held = ""
             # The stop text that occurs first ends the text, whatever the order of `stops`.
             return text[: min(starts)], True
-        sizes = range(min(self._longest - 1, len(text)), 0, -1)  # of an end of the text that may begin a stop
-        # Longest first: a shorter end that matches too lies inside it and is held back with it.
-        size = next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
+        size = overlap(text, self._stops)
         self._held = text[len(text) - size :]
         return text[: len(text) - size], False
 

@@ -108,10 +108,10 @@ def _constrained(logits: Tensor, rows: Rows) -> Tensor:
     return values
 
 
-def select_rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Return the sampled rows of a step's logits."""
-    (index,) = send(logits.device, np.array(rows, dtype=np.int64))
-    return logits[index]
+def select_rows(values: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows of a step's logits or hidden states."""
+    (index,) = send(values.device, np.array(rows, dtype=np.int64))
+    return values[index]
 
 
 def draw_of(row: tuple[Sequence, int]) -> Draw:

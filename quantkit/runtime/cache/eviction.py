@@ -34,7 +34,7 @@ class Evictor:
         cache: holds the keys that the policy reads.
     """
 
-    def __init__(self, budget: KVBudget, policy: Policy, pool: PagePool, cache: KVCache | None) -> None:
+    def __init__(self, budget: KVBudget, policy: Policy, pool: PagePool, cache: KVCache) -> None:
         self.budget, self.policy = budget, policy
         self.num_evicted_pages = 0
         self._pool, self._cache = pool, cache
@@ -106,7 +106,6 @@ class Evictor:
         """
         if not self.policy.reads_keys:
             return True
-        assert self._cache is not None, "a policy reads the cache"
         slots, size, given_up = self._candidates(sequence), self.budget.page_size, self._given_up(sequence)
         for index in range(slots.start // size, -(-slots.stop // size)):
             page = sequence.pages[index]
@@ -125,7 +124,6 @@ class Evictor:
         given_up, computed, size = self._given_up(sequence), sequence.num_computed, self.budget.page_size
         assert given_up.stop * size <= sequence.num_kept - self.budget.recent, f"{given_up} are more than may go"
         if self.policy.reads_keys:
-            assert self._cache is not None, "a policy reads the cache"
             if computed not in sequence.evictions:
                 sequence.evictions[computed] = self._choose(sequence, len(given_up) * size)
             pages = sequence.pages[: sequence.num_kept // size]
@@ -135,7 +133,6 @@ class Evictor:
 
     def _choose(self, sequence: Sequence, count: int) -> dict[int, Array]:
         """Return the slots of the tokens to evict, keyed by layer number; each value has shape (heads, count)."""
-        assert self._cache is not None, "a policy reads the cache"
         layers = self._cache.keys_of(sequence.pages[: sequence.num_kept // self.budget.page_size])
         candidates = self._candidates(sequence)
         return {number: lowest(self.policy.scores(keys), candidates, count) for number, keys in layers}
@@ -147,5 +144,4 @@ class Evictor:
         count = len(given_up) * self.budget.page_size
         sequence.num_evicted += count
         self.num_evicted_pages += len(given_up)
-        if self._cache is not None:
-            self._cache.move_up(sequence.row, count)
+        self._cache.move_up(sequence.row, count)

@@ -123,7 +123,7 @@ class AnswerParser:
     def _read_thinking(self, is_last: bool) -> bool:
         text, marker, rest = self._held.partition(self._dialect.thinking[1])
         if not marker and not is_last:
-            size = _overlap(text, (self._dialect.thinking[1],))
+            size = overlap(text, (self._dialect.thinking[1],))
             text, rest = text[: len(text) - size], text[len(text) - size :]
         text = self._spaces + text
         kept = text.rstrip()
@@ -141,7 +141,7 @@ class AnswerParser:
         markers = self._markers + ((self._dialect.stop,) if self._num_calls and self._dialect.stop else ())
         starts = [(at, marker) for marker in markers if (at := self._held.find(marker)) >= 0]
         if not starts:
-            size = 0 if is_last else _overlap(self._held, markers)
+            size = 0 if is_last else overlap(self._held, markers)
             self._say(len(self._held) - size)
             return False
         at, marker = min(starts)
@@ -291,7 +291,7 @@ class _JsonEnd:
         return None
 
 
-def _overlap(text: str, markers: Collection[str]) -> int:
+def overlap(text: str, markers: Collection[str]) -> int:
     """Return how many characters at the end of a text may be the beginning of a marker."""
     longest = min(max(map(len, markers), default=1) - 1, len(text))
     sizes = range(longest, 0, -1)

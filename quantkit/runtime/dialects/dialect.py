@@ -8,7 +8,7 @@ the same markers.
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,17 +167,12 @@ def find_dialect(template: str | None) -> Dialect:
 
 
 def _load(path: Path) -> Dialect:
-    data: Mapping[str, Any] = parse_yaml(read_text(path, DataError), path.name, DataError)
-    markers, thinking = data.get("tool_call", {}), data.get("thinking", {})
+    data: dict[str, Any] = parse_yaml(read_text(path, DataError), path.name, DataError)
+    template, markers, thinking = (data.pop(key, {}) for key in ("template", "tool_call", "thinking"))
     return Dialect(
         name=path.stem,
-        template=tuple(data["template"]),
-        start=markers.get("start", markers.get("begin", "")),
-        begin=markers.get("begin", ""),
-        end=markers.get("end", ""),
-        stop=markers.get("stop", ""),
-        call=data.get("call"),
-        parameter=data.get("parameter"),
+        template=tuple(template),
         thinking=(thinking.get("begin", ""), thinking.get("end", "")),
-        example=data.get("example", ""),
+        **{"start": markers.get("begin", ""), **markers},
+        **data,
     )

@@ -153,12 +153,7 @@ class _Recorder:
     """Records the kernel calls of a model's parts; each buffer is named after the values that it holds."""
 
     def __init__(
-        self,
-        model: NativeModel,
-        cache: KVCache,
-        angles: Sequence[AngleTable],
-        program: Program,
-        adapter: str | None,
+        self, model: NativeModel, cache: KVCache, angles: Sequence[AngleTable], program: Program, adapter: str | None
     ) -> None:
         self._model, self._cache, self._angles, self.program = model, cache, angles, program
         self._adapter = adapter

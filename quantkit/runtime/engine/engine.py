@@ -77,6 +77,7 @@ class Engine:
         shared = config.prefix_cache and model.paged and not model.is_recurrent
         self.eviction: Evictor | None = None
         if budget is not None:
+            assert cache is not None, "a model that keeps its own keys and values has no budget"
             policy = policies.REGISTRY.load(config.kv_policy or policies.DEFAULT)
             self.eviction = Evictor(budget, policy, self.pool, cache)
         most = None if budget is None else budget.tokens - 1  # no sequence evicts before it has more tokens than this

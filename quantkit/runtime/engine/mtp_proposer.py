@@ -20,12 +20,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quantkit.kernels.transfer import send
 from quantkit.runtime.engine.batch_builder import ScheduledChunk
 from quantkit.runtime.engine.runner import Runner
 from quantkit.runtime.engine.speculation import Proposer, num_useful
 from quantkit.runtime.model.model import NativeModel
-from quantkit.runtime.sampling import sample
+from quantkit.runtime.sampling import sample, select_rows
 from quantkit.runtime.sequence import PageHolder, Sequence
 
 
@@ -103,7 +102,7 @@ class MTPProposer(Proposer):
             kept = [row for row, (sequence, most) in enumerate(ready) if len(sequence.drafts) < most]
             if not kept:
                 return
-            states = states if len(kept) == len(ready) else self._rows(states, kept)
+            states = states if len(kept) == len(ready) else select_rows(states, kept)
             ready = [ready[row] for row in kept]
             states = self._compute(states, [_next_chunk(sequence) for sequence, _ in ready])
 
@@ -111,10 +110,6 @@ class MTPProposer(Proposer):
         cache = self._runner.cache
         assert cache is not None, "a paged model needs a KV cache"
         return self._model.draft_states(hidden, self._runner.builder.build(chunks), cache)
-
-    def _rows(self, values: Tensor, rows: list[int]) -> Tensor:
-        (index,) = send(self._model.device, torch.tensor(rows).numpy())
-        return values[index]
 
     def forget(self, sequence_id: int) -> None:
         self._states.pop(sequence_id, None)

@@ -65,10 +65,8 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     try:
         schemes, note = read_cache_schemes(reader.config, count), ""
     except SchemeError as error:
-        schemes, note = (
-            None,
-            f"quantkit ignores the checkpoint's KV cache settings and keeps keys and values unquantized: {error}",
-        )
+        schemes = None
+        note = f"quantkit ignores the checkpoint's KV cache settings and keeps keys and values unquantized: {error}"
     # Scales stand in the attention module, beside its projections.
     attention = config.family.parts.output.rpartition(".")[0]
     heads = 1 if config.latent else config.num_kv_heads
@@ -85,10 +83,8 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
         # Scales that config.json announces must be right; for others a note is enough.
         if schemes is not None:
             raise
-        scales, note = (
-            (None,) * count,
-            note or f"quantkit ignores KV cache scales of the checkpoint that config.json does not mention: {error}",
-        )
+        scales = (None,) * count
+        note = note or f"quantkit ignores KV cache scales of the checkpoint that config.json does not mention: {error}"
     for index, pair in enumerate(scales):
         is_announced = schemes is not None and (schemes[index].key.is_fixed or schemes[index].value.is_fixed)
         # Layers with a window are never quantized and so need no scales.

@@ -199,10 +199,7 @@ class TransformersModel(Model):
         """Return the logits (len(rows), V) of one sequence's new tokens (T,), which follow `past` earlier tokens."""
         nothing: tuple[Any, list[int]] = (None, [])
         cache, known = self._states.get(sequence_id, nothing) if past else nothing
-        if len(known) < past:
-            raise ModelError(
-                f"sequence {sequence_id} continues at position {past}, but only {len(known)} of its tokens are computed"
-            )
+        assert len(known) >= past, f"sequence {sequence_id} continues at {past}, but has {len(known)} computed tokens"
         computed = len(known) if cache is not None else 0
         if computed > past and self._steps.crops:
             cache.crop(past - computed)  # negative: that many tokens less
