@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.kernels.ops.recurrence import scan
-from quantkit.kernels.reference.recurrence import causal_conv, recur
+from quantkit.kernels.reference.recurrence import causal_conv, recur, scan
 
 B, G, H, N, P = 2, 2, 6, 16, 8
 

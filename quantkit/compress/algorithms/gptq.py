@@ -199,12 +199,7 @@ class GptqStep(Step):
         return self._solve(weights, [layer.grid(name) for name, _ in job.rows], factor, dtype, workspace)
 
     def _solve(
-        self,
-        weights: list[Tensor],
-        grids: list[WeightGrid],
-        factor: Factor,
-        dtype: torch.dtype,
-        workspace: Workspace,
+        self, weights: list[Tensor], grids: list[WeightGrid], factor: Factor, dtype: torch.dtype, workspace: Workspace
     ) -> list[QuantizedTensor]:
         """Choose the codes of weights (N_i, K) that have the same scheme and input. The weights are not modified.
         `dtype` is the dtype of the model's weights.

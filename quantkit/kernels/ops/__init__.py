@@ -8,9 +8,9 @@
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
 | `gated_linear` | `gated` applied to a linear's outputs        | -         | -              | packed weights  |
 
-Layers with state or a weight layout have their own modules: `attention`, `linear`, `recurrence`. `kernels.gpu` holds
-the Triton versions, which are imported with the first tensor on a CUDA device. For linears that take quantized inputs,
-norms and gates quantize in the same launch.
+Paged attention and linears have their own modules: `attention`, `linear`. Recurrent layers have no faster version than
+`reference.recurrence`. `kernels.gpu` holds the Triton versions, which are imported with the first tensor on a CUDA
+device. For linears that take quantized inputs, norms and gates quantize in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 

@@ -26,8 +26,7 @@ from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.models.rope import RopeConfig
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.cache.non_paged import EntryPool
-from quantkit.runtime.model.experts import Mixture
-from quantkit.runtime.model.layers import Norm
+from quantkit.runtime.model.layers import Mixture, Norm
 from quantkit.runtime.model.residual_streams import StreamedBlock, StreamHead, StreamMixture
 from quantkit.runtime.model.rope import angles_at
 from quantkit.runtime.model.weights import Weights, build_mixture

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.kernels.ops.recurrence import causal_conv, scan
+from quantkit.kernels.reference.recurrence import causal_conv, scan
 from quantkit.kernels.types import Angles, ForwardBatch, Linear
 from quantkit.models.layer_state_sizes import StateShape
 from quantkit.models.recurrent import Recurrent

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from quantkit.kernels.types import Angles, ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.model.experts import Mixture
-from quantkit.runtime.model.layers import AnyAttention, Norm
+from quantkit.runtime.model.layers import AnyAttention, Mixture, Norm
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

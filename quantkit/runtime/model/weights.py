@@ -23,10 +23,10 @@ from quantkit.models.linear_sets import at
 from quantkit.models.rope import RopeConfig
 from quantkit.numerics.scheme import ActivationScheme, Scheme
 from quantkit.numerics.tensor import QuantizedTensor
+from quantkit.runtime.model import layers
 from quantkit.runtime.model.adapters import Adapters
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.expected_tensors import local_names, manifest_of, stored_scheme
-from quantkit.runtime.model.experts import Mixture
 from quantkit.runtime.model.latent_attention import LatentAttention
 from quantkit.runtime.model.layers import (
     MLP,
@@ -34,11 +34,10 @@ from quantkit.runtime.model.layers import (
     Attention,
     Block,
     LayerNorm,
+    Mixture,
     Norm,
     RMSNorm,
     SideBySide,
-    kernel_norms,
-    query_rows,
 )
 from quantkit.runtime.model.recurrent import RecurrentMixer, stored_rows
 from quantkit.runtime.model.rope import query_growth
@@ -236,8 +235,8 @@ def _build_attention(weights: Weights, index: int, prefix: str) -> Attention:
     if norm is not None and config.qk_norm:
         heads = per_head(prefix + norm.query, config.num_heads), per_head(prefix + norm.key, config.num_kv_heads)
         norms = weights.norm(*heads[0]), weights.norm(*heads[1])
-        fused = None if flat or norm.after_rotation else kernel_norms(*norms)
-    rows = query_rows(parts, config.num_heads, config.head_dim)
+        fused = None if flat or norm.after_rotation else layers.kernel_norms(*norms)
+    rows = layers.query_rows(parts, config.num_heads, config.head_dim)
     orders = {} if rows is None else {prefix + parts.qkv[0]: rows.to(weights.device)}
     return Attention(
         layer=index,

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from quantkit.compress.calibration import kv_cache
-from quantkit.compress.calibration.cache_statistics import CacheStatistics
 from quantkit.compress.calibration.hidden_state_store import ActivationStore
-from quantkit.compress.calibration.kv_cache import MOST_FLOAT_NOISE, MOST_NOISE, calibrate_cache, choose_scheme, noise
+from quantkit.compress.calibration.kv_cache import (
+    MOST_FLOAT_NOISE,
+    MOST_NOISE,
+    CacheStatistics,
+    calibrate_cache,
+    choose_scheme,
+    noise,
+)
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.stream import Stream
 from quantkit.errors import CheckpointError, ModelError
