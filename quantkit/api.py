@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.compress.pipeline import quantize as _run
-from quantkit.compress.pipeline.events import SILENT, Listener
+from quantkit.compress.pipeline.state import SILENT, Listener
 from quantkit.compress.recipe import Recipe, load, shipped
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import Overrides, patched

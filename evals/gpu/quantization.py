@@ -26,7 +26,7 @@ from results import Results
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.compress.pipeline.events import Listener
+from quantkit.compress.pipeline.state import Listener
 from quantkit.results import LayerRecord
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.bit_search.options import SearchOptions, SearchTarget
-from quantkit.compress.pipeline.identity import START_OVER, read_state, refuse_changes, write_state
+from quantkit.compress.pipeline.state import START_OVER, read_state, refuse_changes, write_state
 from quantkit.errors import OutputError, ResumeError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.machine.devices import MAX_THREADS, threads_within_quota

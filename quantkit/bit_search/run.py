@@ -44,7 +44,7 @@ from quantkit.checkpoints.folder import resolve
 from quantkit.compress.algorithms.base import moves_scales
 from quantkit.compress.convert.gguf_writer import check_model
 from quantkit.compress.convert.source import open_source
-from quantkit.compress.pipeline.gguf_entries import measured_entries
+from quantkit.compress.pipeline.finish import measured_entries
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import GateFailure, RecipeError
 from quantkit.evaluate.sensitivity import Probe

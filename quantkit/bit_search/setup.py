@@ -13,7 +13,7 @@ from quantkit.bit_search.options import SearchOptions
 from quantkit.bit_search.outputs import SearchState
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.pipeline.identity import calibration_digest, describe_versions
+from quantkit.compress.pipeline.state import calibration_digest, describe_versions
 from quantkit.compress.recipe import Recipe, load
 from quantkit.compress.recipe.load import build
 from quantkit.compress.recipe.override import Overrides, patched

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quantkit.cli._output import Output, plain_console, say
-from quantkit.compress.pipeline.events import SILENT, Listener
+from quantkit.compress.pipeline.state import SILENT, Listener
 from quantkit.machine.system import resident_bytes
 from quantkit.quantities import byte_size, counted, elapsed
 from quantkit.report.table import printable

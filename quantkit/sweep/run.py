@@ -21,7 +21,7 @@ from typing import Any
 
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
-from quantkit.compress.pipeline.identity import calibration_digest, describe_versions, refuse_changes
+from quantkit.compress.pipeline.state import calibration_digest, describe_versions, refuse_changes
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import InputError, ReportError, ResumeError
 from quantkit.machine.cores import available_cores

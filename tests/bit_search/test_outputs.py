@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.bit_search.outputs import SearchState
-from quantkit.compress.pipeline.identity import write_state
+from quantkit.compress.pipeline.state import write_state
 from quantkit.errors import ResumeError
 
 

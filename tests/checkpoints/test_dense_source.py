@@ -13,7 +13,7 @@ from quantkit.checkpoints import reader as reader_module
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.pipeline import data_free
-from quantkit.compress.pipeline.events import Listener
+from quantkit.compress.pipeline.state import Listener
 from quantkit.errors import CheckpointError, QuantkitError, SchemeError
 from tests import quantized_sources as sources
 from tests.compress.pipeline.test_quantize import run

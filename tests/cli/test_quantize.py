@@ -17,7 +17,7 @@ from quantkit.cli import main
 from quantkit.cli._output import Output
 from quantkit.cli._progress import Bar, Log, listening, showing_layers
 from quantkit.compress import pipeline
-from quantkit.compress.pipeline.events import SILENT, Listener
+from quantkit.compress.pipeline.state import SILENT, Listener
 from quantkit.compress.recipe import load
 from quantkit.results import CompressionResult, LayerRecord, LinearRecord
 from tests import forked

@@ -1,17 +1,19 @@
-"""Run recipes without calibration data: round linears directly from the source's tensors, several at once, without
-building layers.
+"""Round linears directly from the source's tensors, without data and without building layers: the layers of recipes
+without calibration data, several linears at once, and the linears of towers and of MTP heads of any recipe.
 
 Each linear is rounded by a single thread, so the result does not depend on the number of threads. A layer's file is
 written while the next layer's linears are rounded. Layers are recorded in order, so an interrupted run can resume.
 Several processes take layers in turns, and each writes the files of its own layers.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from quantkit.compress.pipeline.imatrix import read_importance
 from quantkit.compress.pipeline.kept_codes import keep_codes
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import add_linears, shard_name, write_audited_shard
-from quantkit.compress.pipeline.state import CompressionRun
+from quantkit.compress.pipeline.state import CompressionRun, RunState
 from quantkit.distributed import gather, is_writer, rank, world
 from quantkit.huggingface.experts import set_parameter
 from quantkit.machine.memory import release_freed_memory
@@ -34,13 +36,15 @@ from quantkit.models.linear_sets import LinearSet
 from quantkit.numerics.affine import search_parameters
 from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
-from quantkit.results import CacheRecord, LayerRecord
+from quantkit.results import CacheRecord, LayerRecord, LinearRecord, TowerRecord
 
 # Memory that a worker adds, as a multiple of its weight's bytes: the weight, then its codes (new and read back) and the
 # tensors that store them.
 _COPIES = 1.5
 # Memory of all workers together, in addition to two of the largest weights.
 _CAPACITY_BYTES = 640 << 20
+# A file of towers is full when the source weights of its linears have this many bytes: its codes stay in memory.
+_FILE_BYTES = 1 << 30
 
 
 class _Rounding(NamedTuple):
@@ -228,3 +232,64 @@ def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[Laye
         kv_cache=None if goal is None else CacheRecord(scheme=scheme_to_dict(goal.of_layer(layer.number).scheme)),
     )
     return record, *file
+
+
+def write_towers(plan: Plan, state: RunState, folder: Path) -> tuple[TowerRecord | None, TowerRecord | None]:
+    """Quantize and write the linears outside the decoder layers that the recipe selects.
+
+    Args:
+        plan: plan of the run.
+        state: progress of the run, to which the new files are added.
+        folder: folder of the checkpoint.
+    Returns:
+        Records of the towers and of the MTP heads; None if the model has none.
+    Raises:
+        AuditError: a file does not hold the expected tensors.
+        CheckpointError: a weight holds NaN or infinity.
+    """
+    towers = [owner for owner in plan.towers if owner not in plan.heads]
+    heads = [owner for owner in plan.towers if owner in plan.heads]
+    counts = len(plan.skeleton.tower_linears()), sum(plan.heads.values())
+    records = (_write_beside(plan, state, folder, towers, "towers"), _write_beside(plan, state, folder, heads, "mtp"))
+    first, second = (
+        TowerRecord(num_linears=count, linears=tuple(of)) if count else None
+        for count, of in zip(counts, records, strict=True)
+    )
+    return first, second
+
+
+def _write_beside(plan: Plan, state: RunState, folder: Path, owners: Sequence[str], kind: str) -> list[LinearRecord]:
+    """Quantize and write the linears of these modules; return their records, with full names."""
+    records: list[LinearRecord] = []
+    files = list(_files(plan, owners))
+    for number, groups in enumerate(files):
+        shard = Shard(plan.format)
+        for owner, linears in groups:
+            group = LinearSet(linears=linears, source=None, parent="")
+            made = round_linears(plan, owner, group, plan.towers[owner], shard)
+            records += [replace(made.records[name], name=f"{owner}.{name}") for name in linears]
+        name = f"model-{kind}-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        _, digest, names = write_audited_shard(plan, name, shard, folder)
+        state.shards[name] = digest
+        state.weight_map |= dict.fromkeys(names, name)
+    return records
+
+
+def _files(plan: Plan, owners: Sequence[str]) -> Iterator[list[tuple[str, tuple[str, ...]]]]:
+    """Yield, for each file, the modules of which it contains linears, each with the names of these linears.
+
+    A tower's module stays in one file; the linears of an MTP head, which may have hundreds of experts, may be divided.
+    """
+    groups: list[tuple[str, tuple[str, ...]]] = []
+    size = 0
+    for owner in owners:
+        names = tuple(plan.towers[owner])
+        for part in [(name,) for name in names] if owner in plan.heads else [names]:
+            infos = [plan.reader.info(f"{owner}.{name}.weight") for name in part]
+            size += sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+            groups.append((owner, part))
+            if size >= _FILE_BYTES:
+                yield groups
+                groups, size = [], 0
+    if groups:
+        yield groups

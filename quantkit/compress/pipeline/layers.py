@@ -19,13 +19,12 @@ from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData
 from quantkit.compress.calibration.stream import Stream
-from quantkit.compress.pipeline.events import Listener
 from quantkit.compress.pipeline.inputs import advance, open_held_out, open_stores
 from quantkit.compress.pipeline.kept_codes import keep_codes
 from quantkit.compress.pipeline.kv_cache import choose_cache
 from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.pipeline.shard import write_layer
-from quantkit.compress.pipeline.state import CompressionRun
+from quantkit.compress.pipeline.state import CompressionRun, Listener
 from quantkit.distributed import assign_work, barrier, is_writer
 from quantkit.machine.memory import release_freed_memory
 from quantkit.machine.system import peak_bytes
@@ -139,7 +138,7 @@ def _compress_layer(
     """
     plan, is_last = run.plan, index + 1 == run.plan.skeleton.num_layers
     name = plan.skeleton.layer_name(index)
-    unscaled, attempts = frozenset[str](), 0
+    read, unscaled, attempts = plan.skeleton.read_finite, frozenset[str](), 0
     while True:
         with phase("load"):
             layer = layer_context(plan, index, stores, shared)
@@ -153,7 +152,7 @@ def _compress_layer(
             reference = _first_output(layer, name)
         cache = _choose(plan, index, layer, phase)
         with phase("errors"):
-            spoiled = held_out.judge(layer, partial(_original, plan, name), is_last=is_last)
+            spoiled = held_out.judge(layer, lambda linear: read(f"{name}.{linear}.weight"), is_last=is_last)
         if not spoiled:
             break
         attempts += 1
@@ -166,10 +165,6 @@ def _compress_layer(
             f"inputs of {names} are not scaled: with scales, a held-out error was above rounding's"
         )
     return layer, reference, cache
-
-
-def _original(plan: Plan, layer: str, linear: str) -> Tensor:
-    return plan.skeleton.read_finite(f"{layer}.{linear}.weight")
 
 
 def _first_output(layer: LayerContext, name: str) -> Tensor | None:

@@ -154,12 +154,7 @@ def _encoded(format_: Format, scheme: LinearScheme) -> tuple[dict[str, Tensor], 
 
 
 def check_loads(
-    folder: Path,
-    source: ModelReader,
-    format_: Format,
-    linears: Mapping[str, LinearScheme],
-    *,
-    experts: bool = True,
+    folder: Path, source: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], *, experts: bool = True
 ) -> str:
     """Check that transformers loads a finished checkpoint with the right names, shapes and, for some tensors, values.
 

@@ -33,7 +33,7 @@ from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet, split_experts
-from quantkit.models.mtp import MTP, head_tensors
+from quantkit.models.mtp import head_tensors
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import check_apart
 
@@ -176,8 +176,14 @@ def _open_source(
         merging = read_adapter(adapter, ModelReader.of(source, family))
         refuse_merged(source.path, merging.digest, merging.path.name)
         source = merged(source, merging, family)
-    _check_calibration(source, discovery, recipe)
-    return source, replace(family, mtp=_head_names(source, recipe)), discovery, merging
+    if discovery is not None and discovery.obstacle and recipe.calibration is not None:
+        raise ModelError(
+            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; use a recipe "
+            "without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
+        )
+    # With the description of MTP heads, the reader shows stacked experts of heads one by one.
+    mtp = None if recipe.mtp is None else find_heads(source.config, source.names).data
+    return source, replace(family, mtp=mtp), discovery, merging
 
 
 def _of_source(reader: ModelReader, adapter: Adapter | None) -> tuple[str, ...]:
@@ -200,14 +206,6 @@ def _layer_linears(skeleton: Skeleton) -> list[LayerLinears]:
         LayerLinears(skeleton.layer_name(i), skeleton.linear_shapes(i), skeleton.linear_sets(i))
         for i in range(skeleton.num_layers)
     ]
-
-
-def _check_calibration(source: CheckpointReader, discovery: Discovery | None, recipe: Recipe) -> None:
-    if discovery is not None and discovery.obstacle and recipe.calibration is not None:
-        raise ModelError(
-            f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; use a recipe "
-            "without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
-        )
 
 
 def _target(model: str | None, source: CheckpointReader, recipe: Recipe, output: str | Path | None) -> Path:
@@ -261,13 +259,6 @@ def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelRea
     family = with_tower_names(skeleton.family, source)
     reader = ModelReader.of(source, family)
     return reader, Skeleton(reader, family, skeleton.dtype, skeleton.device)
-
-
-def _head_names(source: CheckpointReader, recipe: Recipe) -> MTP | None:
-    """Return the description of MTP heads by which the reader shows stacked experts of heads one by one; None if the
-    recipe does not quantize heads, so that stacks are copied whole.
-    """
-    return None if recipe.mtp is None else find_heads(source.config, source.names).data
 
 
 def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears]:

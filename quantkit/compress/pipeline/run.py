@@ -15,16 +15,23 @@ from quantkit.checkpoints.folder import resolve
 from quantkit.compress.calibration.dataset import Samples
 from quantkit.compress.calibration.hidden_state_store import Mode
 from quantkit.compress.pipeline.data_free import round_layers
-from quantkit.compress.pipeline.events import SILENT, Listener
-from quantkit.compress.pipeline.finish import finish_run
-from quantkit.compress.pipeline.gguf_entries import made_by
-from quantkit.compress.pipeline.identity import refuse_changes, run_identity, with_threads_of
+from quantkit.compress.pipeline.finish import finish_run, made_by
 from quantkit.compress.pipeline.imatrix import read_importance
 from quantkit.compress.pipeline.inputs import read_samples
 from quantkit.compress.pipeline.kv_cache import check_cache
 from quantkit.compress.pipeline.layers import calibrate_layers
 from quantkit.compress.pipeline.plan import Plan, build_plan, predicted_bytes
-from quantkit.compress.pipeline.state import CompressionRun, RunState, load_state, was_completed
+from quantkit.compress.pipeline.state import (
+    SILENT,
+    CompressionRun,
+    Listener,
+    RunState,
+    load_state,
+    refuse_changes,
+    run_identity,
+    was_completed,
+    with_threads_of,
+)
 from quantkit.compress.recipe import Recipe
 from quantkit.distributed import broadcast, is_writer
 from quantkit.errors import CheckpointError, OutputError

@@ -18,7 +18,7 @@ from quantkit.checkpoints.adapter import adapter_digest
 from quantkit.checkpoints.folder import resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.algorithms.base import moves_scales
-from quantkit.compress.pipeline.identity import describe_versions
+from quantkit.compress.pipeline.state import describe_versions
 from quantkit.compress.recipe.steps import build_steps
 from quantkit.demo import DEMO_MODEL
 from quantkit.distribution import installed_version

@@ -9,7 +9,7 @@ import torch
 
 import quantkit
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.pipeline import shard, towers
+from quantkit.compress.pipeline import data_free, shard
 from quantkit.compress.recipe import load
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.formats import recognise
@@ -89,18 +89,19 @@ def test_ignore_and_overrides_apply_to_heads_too(tmp_path):
 
 def test_a_run_that_ends_in_the_head_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     model = make_mtp_model(tmp_path / "model", "qwen3_next")
-    monkeypatch.setattr(towers, "_FILE_BYTES", 1 << 14)  # several files
+    monkeypatch.setattr(data_free, "_FILE_BYTES", 1 << 14)  # several files
     quantkit.quantize(model, "rtn-int4", tmp_path / "whole", overrides=SMALL)
     written = []
 
-    def write_audited_shard(*args):
-        if len(written) == 1:
-            raise KeyboardInterrupt
-        written.append(args)
-        return shard.write_audited_shard(*args)
+    def write_audited_shard(plan, file, *args):
+        if file.startswith("model-mtp-"):
+            if written:
+                raise KeyboardInterrupt
+            written.append(file)
+        return shard.write_audited_shard(plan, file, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(towers, "write_audited_shard", write_audited_shard)
+        patch.setattr(data_free, "write_audited_shard", write_audited_shard)
         quantkit.quantize(model, "rtn-int4", tmp_path / "out", overrides=SMALL)
     result = quantkit.quantize(model, "rtn-int4", tmp_path / "out", overrides=SMALL)
     assert result.resumed_layers == result.num_layers

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.compress.pipeline.identity import read_state, write_state
+from quantkit.compress.pipeline.state import read_state, write_state
 from quantkit.errors import CheckpointError, InputError, OutputError, ResumeError
 from quantkit.output.staging import open_stage
 from quantkit.output.work_folder import work_folder
@@ -199,7 +199,7 @@ def test_another_source_data_set_or_version_is_refused_by_name(tmp_path, text_fi
     with pytest.raises(ResumeError, match="calibration"):
         quantize(model, tmp_path / "out", text)
     text.write_text(text_file.read_text())
-    monkeypatch.setattr("quantkit.compress.pipeline.identity.installed_version", lambda name, absent: "9.9")
+    monkeypatch.setattr("quantkit.compress.pipeline.state.installed_version", lambda name, absent: "9.9")
     with pytest.raises(ResumeError, match=r"versions\..*9\.9"):
         quantize(model, tmp_path / "out", text)
     monkeypatch.undo()

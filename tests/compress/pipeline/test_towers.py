@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.pipeline import shard, towers
+from quantkit.compress.pipeline import data_free, shard
 from quantkit.compress.pipeline.plan import find_model
 from quantkit.compress.recipe import load
 from quantkit.errors import RecipeError
@@ -107,7 +107,7 @@ def test_the_rest_is_as_without_the_rule_and_the_record_says_what_was_done(tmp_p
 def test_a_run_that_ends_in_the_tower_goes_on_to_the_same_bytes(tmp_path, text_file, monkeypatch):
     model = make_wrapper(tmp_path / "model", "llava")
     settings = rule("llava", dtype="int8")
-    monkeypatch.setattr(towers, "_FILE_BYTES", 1 << 14)  # several files
+    monkeypatch.setattr(data_free, "_FILE_BYTES", 1 << 14)  # several files
     run(model, "gptq-int4", tmp_path / "whole", text_file, **settings)
     written = []
 
@@ -118,7 +118,7 @@ def test_a_run_that_ends_in_the_tower_goes_on_to_the_same_bytes(tmp_path, text_f
         return shard.write_audited_shard(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(towers, "write_audited_shard", write_audited_shard)
+        patch.setattr(data_free, "write_audited_shard", write_audited_shard)
         run(model, "gptq-int4", tmp_path / "out", text_file, **settings)
     result = run(model, "gptq-int4", tmp_path / "out", text_file, **settings)
     assert result.resumed_layers == result.num_layers
