@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from evals import provenance
 
 ROWS = {"gguf-q2_k": "Q2_K", "gguf-q3_k": "Q3_K_M", "gguf-q4_k": "Q4_K_M", "gguf-q5_k": "Q5_K_M"}
+QUANTKIT = [sys.executable, "-m", "quantkit"]
 _FIGURES = {
     "kl": r"Mean +KLD: +([\d.]+) ±",
     "kl_error": r"Mean +KLD: +[\d.]+ ± +([\d.]+)",
@@ -34,12 +35,32 @@ _FIGURES = {
 }
 
 
-def made(file: Path, command: Sequence[str | Path], log: Path | None = None) -> Path:
+def made(file: Path, command: Sequence[object], log: Path | None = None) -> Path:
     """Run a command that makes a file, unless it exists; standard output and error go to `log`."""
     if not file.is_file():
         with (log or file.with_suffix(".log")).open("w") as said:
             subprocess.run([*map(str, command)], stdout=said, stderr=subprocess.STDOUT, check=True)
     return file
+
+
+def quantized(
+    args: argparse.Namespace, name: str, recipe: str, source: dict[str, Any], options: Sequence[object]
+) -> dict[str, Any]:
+    """Compress the model with a recipe, unless the work folder has its file; its recipe, and the stamp.
+
+    Args:
+        args: the model and the work folder.
+        name: of the file.
+        recipe: its name, or its file.
+        source: the fields of the recipe that the stamp is of.
+        options: of the command line.
+    """
+    file, note = args.work / f"{name}.gguf", args.work / f"{name}.json"
+    if not file.is_file():
+        note.write_text(json.dumps({"recipe": source, "stamp": provenance.plain(provenance.stamp(source))}))
+    made(file, [*QUANTKIT, "quantize", args.model, "--recipe", recipe, *options, "-o", file])
+    kept: dict[str, Any] = json.loads(note.read_text())
+    return kept
 
 
 def measured(file: Path, args: argparse.Namespace, base: Path) -> dict[str, Any]:
@@ -68,9 +89,8 @@ def main() -> None:
         parser.add_argument(name, required=True)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    quantkit = [sys.executable, "-m", "quantkit"]
     original = args.work / "original.gguf"
-    made(original, [*quantkit, "convert", args.model, "--to", "gguf", "--type", "bf16", "-o", original])
+    made(original, [*QUANTKIT, "convert", args.model, "--to", "gguf", "--type", "bf16", "-o", original])
     base, matrix = args.work / "base.kld", args.work / "imatrix.gguf"
     command = [args.llama / "llama-perplexity", "-m", original, "-f", args.test, "-c", 512, "--chunks", args.chunks]
     made(base, [*command, "--kl-divergence-base", base, "-t", args.threads])
@@ -81,13 +101,10 @@ def main() -> None:
         ours, theirs = args.work / f"{recipe}.gguf", args.work / f"{ROWS[recipe]}.gguf"
         limits = ["--samples", "32", "--sequence-length", "512", "--calibration", args.text]
         plain = yaml.safe_load((provenance.ROOT / "recipes" / f"{recipe}.yaml").read_text())
-        stamp = args.work / f"{recipe}.stamp.json"
-        if not ours.is_file():
-            stamp.write_text(json.dumps(provenance.plain(provenance.stamp(plain))))
-        made(ours, [*quantkit, "quantize", args.model, "--recipe", recipe, *limits, "-o", ours])
+        stamp = quantized(args, recipe, recipe, plain, limits)["stamp"]
         made(theirs, [args.llama / "llama-quantize", "--imatrix", matrix, original, theirs, ROWS[recipe], args.threads])
         rows += [
-            {"by": "quantkit", "name": recipe, **measured(ours, args, base), "stamp": json.loads(stamp.read_text())},
+            {"by": "quantkit", "name": recipe, **measured(ours, args, base), "stamp": stamp},
             {"by": "llama-quantize", "name": ROWS[recipe], **measured(theirs, args, base),
              "stamp": provenance.plain(provenance.stamp(versions={"llama.cpp": args.llama_version}))},
         ]  # fmt: skip

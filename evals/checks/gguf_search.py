@@ -12,13 +12,12 @@ beside each is its row, with the stamp of when it was made.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+from gguf_quality import QUANTKIT, made, quantized
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from evals import provenance
@@ -37,7 +36,6 @@ SIZES: dict[str, list[tuple[str, list[str]]]] = {
         ("gguf-q5_k", ["overrides=[]", "name=uniform-q5_k"]),
     ],
 }
-QUANTKIT = [sys.executable, "-m", "quantkit"]
 
 
 def settings(changes: list[str]) -> list[str]:
@@ -45,37 +43,27 @@ def settings(changes: list[str]) -> list[str]:
     return [word for change in changes for word in ("--set", change)]
 
 
-def made(args: argparse.Namespace, name: str, recipe: str, changes: list[str]) -> dict[str, Any]:
+def row_of(args: argparse.Namespace, name: str, recipe: str, changes: list[str]) -> dict[str, Any]:
     """Compress the model with a recipe, unless the file exists; return the file's row without its KL."""
     from quantkit.compress.recipe import load
 
-    file, note = args.work / f"{name}.gguf", args.work / f"{name}.json"
-    limits = [f"calibration.data={args.calibration}", f"calibration.samples={args.samples}"]
-    if not note.is_file():
-        source = load(recipe, [*changes, *limits]).source
-        source["calibration"] = {**source["calibration"], "data": args.calibration.name}
-        # A searched recipe rests on the code of the search too.
-        source |= {"search": True} if recipe.endswith(".yaml") else {}
-        stamp = provenance.plain(provenance.stamp(source))
-        note.write_text(json.dumps({"name": name, "recipe": source, "stamp": stamp}))
-    if not file.is_file():
-        subprocess.run(
-            [*QUANTKIT, "quantize", args.model, "--recipe", recipe, *settings([*changes, *limits]), "-o", file],
-            check=True,
-        )
-    return {**json.loads(note.read_text()), "bytes": file.stat().st_size}
+    changes = [*changes, f"calibration.data={args.calibration}", f"calibration.samples={args.samples}"]
+    source = load(recipe, changes).source
+    source["calibration"] = {**source["calibration"], "data": args.calibration.name}
+    # A searched recipe rests on the code of the search too.
+    source |= {"search": True} if recipe.endswith(".yaml") else {}
+    kept = quantized(args, name, recipe, source, settings(changes))
+    return {"name": name, **kept, "bytes": (args.work / f"{name}.gguf").stat().st_size}
 
 
 def search(args: argparse.Namespace, num_bytes: int, name: str) -> Path:
     """Search a recipe for a size, unless its file exists."""
     file: Path = args.work / f"{name}.yaml"
-    if not file.is_file():
-        changes = settings([f"calibration.data={args.calibration}", f"calibration.samples={args.samples}"])
-        options = ["--text", args.text, "--tokens", str(args.tokens), "--rounds", str(args.rounds), *changes]
-        options += ["--candidates", args.candidates, "--work", args.work / "trials", "--threads", "1"]
-        target = ["--format", "gguf", "--size", str(num_bytes)]
-        subprocess.run([*QUANTKIT, "search", args.model, *target, *map(str, options), "-o", file], check=True)
-    return file
+    changes = settings([f"calibration.data={args.calibration}", f"calibration.samples={args.samples}"])
+    options = ["--text", args.text, "--tokens", args.tokens, "--rounds", args.rounds, *changes]
+    options += ["--candidates", args.candidates, "--work", args.work / "trials", "--threads", 1]
+    command = [*QUANTKIT, "search", args.model, "--format", "gguf", "--size", num_bytes, *options, "-o", file]
+    return made(file, command, file.with_suffix(".search.log"))
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -113,9 +101,9 @@ def main() -> None:
         for recipe, changes in SIZES[first]:
             name = next((change.partition("=")[2] for change in changes if change.startswith("name=")), recipe)
             kind = "one type" if changes else "shipped mix"
-            rows.append({**made(args, name, recipe, changes), "kind": kind, "size_of": first})
+            rows.append({**row_of(args, name, recipe, changes), "kind": kind, "size_of": first})
         found = search(args, (args.work / f"{first}.gguf").stat().st_size, f"searched-{first}")
-        row = {**made(args, found.stem, str(found), []), "kind": "searched", "size_of": first}
+        row = {**row_of(args, found.stem, str(found), []), "kind": "searched", "size_of": first}
         rows.append({**row, "measured": yaml.safe_load(found.read_text(encoding="utf-8"))["measured"]})
     measure(args, rows)
     texts = provenance.file_digests(calibration=args.calibration, text=args.text, test=args.test)
