@@ -1,4 +1,4 @@
-"""Compile what a short call launches, for one chip, without a GPU: Triton's cache as an archive that travels in .gpu/.
+"""Compile what a call launches, for one chip, without a GPU: Triton's cache as an archive that travels in .gpu/.
 
     python evals/gpu/compile_ahead.py [--chip 90] [--jobs 2]      with the Triton of the machine that it is for
 
@@ -28,9 +28,9 @@ from unittest import mock
 
 import torch
 import triton
-from attention import DECODE, KV_TYPES, PAGE, Case, decode_batch, make_batch
-from end_to_end import SHORT_PLAN
-from linears import PLAN, SCHEMES, SHAPES, random_weight
+from attention import CASE, KV_TYPES, PAGE, decode_batch
+from end_to_end import PLAN
+from linears import ROWS, SHAPES, W4, random_linear
 from quantization import two_layers
 from random_model import SHAPES as MODELS
 from random_model import WEIGHTS, make_model
@@ -45,7 +45,6 @@ from triton.runtime.jit import JITFunction
 
 import quantkit
 from quantkit.kernels.layouts import KVLayout, kv_scheme
-from quantkit.kernels.ops.linear import build_linear
 from quantkit.kernels.types import AttentionOptions, ForwardBatch
 from quantkit.numerics.kv_cache import LayerCache
 from quantkit.runtime.cache.kv_cache import KVCache
@@ -94,7 +93,7 @@ def checks() -> None:
 
 def decode_steps() -> None:
     """Run the steps of an 8B-shaped model."""
-    for weights, cases in SHORT_PLAN:
+    for weights, cases in PLAN:
         model = make_model("8B", weights, META)
         for kv, batch, context in cases:
             step, num_pages = decode_batch(batch, context, "meta")
@@ -102,28 +101,24 @@ def decode_steps() -> None:
 
 
 def products() -> None:
-    """Run the products of the first entry of the plan of linears."""
-    shapes, kinds, rows = PLAN[0]
-    for shape in shapes:
-        for scheme, activation in (SCHEMES[kind] for kind in kinds if kind in SCHEMES):
-            weight = random_weight(*SHAPES[shape], scheme, META)
-            linear = build_linear(weight, activation=activation, dtype=torch.bfloat16, device=META)
-            for count in rows:
-                linear(torch.empty(count, SHAPES[shape][1], dtype=torch.bfloat16, device=META))
+    """Run the products that are measured."""
+    shape = SHAPES["8192 squared"]
+    linear = random_linear(W4, shape, META)
+    for count in ROWS:
+        linear(torch.empty(count, shape[1], dtype=torch.bfloat16, device=META))
 
 
 def attention() -> None:
     """Run attention of a decode step over each KV type."""
-    case = Case(*DECODE[0])
-    step, num_pages = make_batch(case, "meta")
-    for kind in KV_TYPES:
-        sizes = {"num_heads": case.kv_heads, "head_dim": case.dim, "page_size": case.page, "dtype": torch.bfloat16}
-        cache = KVCache([KVLayout(**sizes, cache=LayerCache(scheme=kv_scheme(kind)))], num_pages, case.batch, META)
+    step, num_pages = decode_batch(CASE.batch, CASE.context, "meta", CASE.page)
+    for kind in KV_TYPES.values():
+        sizes = {"num_heads": CASE.kv_heads, "head_dim": CASE.dim, "page_size": CASE.page, "dtype": torch.bfloat16}
+        cache = KVCache([KVLayout(**sizes, cache=LayerCache(scheme=kv_scheme(kind)))], num_pages, CASE.batch, META)
         states = [
-            torch.empty(case.batch, heads, case.dim, dtype=torch.bfloat16, device=META)
-            for heads in (case.heads, case.kv_heads, case.kv_heads)
+            torch.empty(CASE.batch, heads, CASE.dim, dtype=torch.bfloat16, device=META)
+            for heads in (CASE.heads, CASE.kv_heads, CASE.kv_heads)
         ]
-        cache.attention[0](tuple(states), step, AttentionOptions(scale=case.dim**-0.5))
+        cache.attention[0](tuple(states), step, AttentionOptions(scale=CASE.dim**-0.5))
 
 
 def small_models() -> None:
@@ -164,7 +159,7 @@ def _run_small(model: NativeModel, page: int) -> None:
 
 
 def record(chip: int) -> list[Launch]:
-    """Every launch of a short call, once."""
+    """Every launch of a call of `run.sh`, once."""
     seen: set[str] = set()
     found: list[Launch] = []
 

@@ -27,19 +27,11 @@ PARTS = (
     "tests",
     "linears",
     "attention",
-    "prefill",
     "end_to_end",
     "peer",
     "quantization",
     "sanitizer",
 )
-# Who else multiplies the same numbers; the first part of a name that fits.
-RIVALS = {
-    "w4a16": ("cublas bf16", "torch tinygemm"),
-    "w8a8 int8": ("cublas bf16", "torch _int_mm"),
-    "w8a8 fp8": ("cublas bf16", "torch _scaled_mm"),
-    "": ("cublas bf16",),
-}
 LABELS = ("program", "family", "case", "test", "model", "recipe", "stage", "kind", "weights", "kv", "shape", "m")
 NOT_YET = "not yet run on a GPU"
 NOTHING = (
@@ -64,11 +56,10 @@ class Run:
     parts: dict[str, dict[str, Any]]
     ended: dict[str, str] = field(default_factory=dict)
 
-    def rows(self, name: str, /, **labels: Any) -> list[Row]:
-        """Measured rows of a part that have these labels."""
+    def rows(self, name: str) -> list[Row]:
+        """Measured rows of a part."""
         rows = self.parts.get(name, {}).get("rows", [])
-        rows = [row for row in rows if "error" not in row and "absent" not in row]
-        return [row for row in rows if all(row.get(key) == value for key, value in labels.items())]
+        return [row for row in rows if "error" not in row and "absent" not in row]
 
     def meta(self, part: str) -> dict[str, Any]:
         """Machine, versions and commit of a part."""
@@ -94,13 +85,6 @@ def read_run(folder: Path) -> Run:
     return Run(parts, {name: said for name, said in last.items() if said != "done"})
 
 
-def best_peer(run: Run, row: Row) -> float | None:
-    """Microseconds of the fastest linear of others with the same shape, rows and numbers; None = none was there."""
-    rivals = next(names for numbers, names in RIVALS.items() if numbers in row["kind"])
-    others = run.rows("linears", shape=row["shape"], m=row["m"])
-    return min((other["us"] for other in others if other["kind"] in rivals), default=None)
-
-
 def _table(title: str, rows: list[Row], columns: dict[str, str]) -> Iterator[str]:
     """One line per row; nothing without rows."""
     if not rows:
@@ -120,9 +104,9 @@ def _cell(key: str, value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if key.startswith("share") or key == "host_share":
+    if key.startswith("share"):
         return f"{value:.0%}".replace("%", " %")
-    if key.startswith("speedup") or key == "peer":
+    if key.startswith("speedup"):
         return f"{value:.2f}×"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -132,27 +116,18 @@ def bench_lines(run: Run) -> Iterator[str]:
     job = {"model": "model", "recipe": "recipe", "stage": "stage", "seconds": "s", "predicted_seconds": "predicted"}
     job |= {"prompts": "texts", "same": "same", "ties": "ties", "mean_kl": "KL", "top1_agreement": "same token"}
     yield from _table("The main job", run.rows("main_job"), job)
-    linears = [dict(row) for row in run.rows("linears")]
-    for row in linears:
-        best = best_peer(run, row) if row["kind"].startswith("quantkit") else None
-        row["peer"] = None if best is None else best / row["us"]
     times = {"us": "µs", "p10": "p10", "p90": "p90", "predicted_us": "predicted"}
     shares = {"share_of_copy": "share of copy rate", "share_of_gemm": "share of GEMM rate"}
-    ratios = {"speedup": "speedup over bf16", "peer": "speedup over best peer"}
-    yield from _table("Linears", linears, {"shape": "shape", "m": "M", "kind": "", **times, **ratios, **shares})
-    case = {"batch": "batch", "context": "context", "new": "new", "kind": ""}
-    own = {"speedup_to_own_bf16": "speedup over own bf16"}
-    yield from _table("Paged decode attention", run.rows("attention"), {**case, **times, **own, **shares})
-    yield from _table("Paged attention of chunks", run.rows("prefill"), {**case, **times, **own, **shares})
+    linears = {"shape": "shape", "m": "M", "kind": "", **times, "speedup": "speedup over bf16", **shares}
+    yield from _table("Linears", run.rows("linears"), linears)
+    attention = {"batch": "batch", "context": "context", "kind": "", **times}
+    attention |= {"speedup_to_own_bf16": "speedup over own bf16", "share_of_copy": "share of copy rate"}
+    yield from _table("Paged decode attention", run.rows("attention"), attention)
     model = {"weights": "weights", "kv": "KV", "batch": "batch", "context": "context"}
     steps = {"eager_ms": "eager ms", "predicted_eager_ms": "predicted", "graph_ms": "graph ms"}
     steps |= {"predicted_graph_ms": "predicted", "tokens_per_s": "tokens/s", "share_of_copy": "share of copy rate"}
     steps |= {"predicted_launches_per_layer": "predicted launches per layer"}
-    yield from _table("Decode steps, 8B shape", run.rows("end_to_end", part="step"), {**model, **steps})
-    engine = {"way": "how", "step_ms": "step ms", "gpu_ms": "GPU ms", "host_share": "host"}
-    yield from _table("Decode steps in the engine", run.rows("end_to_end", part="engine"), {**model, **engine})
-    first = {"ttft_ms": "ms", "prompt_tokens_per_s": "prompt tokens/s"}
-    yield from _table("Time to first token", run.rows("end_to_end", part="first token"), {**model, **first})
+    yield from _table("Decode steps, 8B shape", run.rows("end_to_end"), {**model, **steps})
     yield from _table(
         "transformers",
         run.rows("peer"),
@@ -211,7 +186,7 @@ def predicted() -> Iterator[str]:
     rows = []
     for row in said["rows"]:
         key = next(key for key in FIGURES if key in row["figures"])
-        shown = {name: value for name, value in row["labels"].items() if name not in ("n", "k", "new", "part")}
+        shown = {name: value for name, value in row["labels"].items() if name not in ("n", "k")}
         what = (f"{name} {value}" if name in ("batch", "context", "m") else str(value) for name, value in shown.items())
         rows.append(
             {

@@ -86,9 +86,9 @@ class Results:
         self._row_seconds, self._is_lost = row_seconds, is_lost
         signal.signal(signal.SIGTERM, self._stop)
 
-    def is_over(self, share: float = 1.0) -> bool:
-        """Whether this share of the time is over, and so something is left for the next call."""
-        over = time.monotonic() - self._begun > share * self._seconds
+    def is_over(self) -> bool:
+        """Whether the time is over, and so something is left for the next call."""
+        over = time.monotonic() - self._begun > self._seconds
         self.is_unfinished |= over
         return over
 
@@ -202,7 +202,7 @@ def _taken_up(before: Row, meta: Row) -> list[Row]:
 
 
 def _predictions() -> list[Row]:
-    """What predictions.py has written beside this file."""
+    """What was said of the rows before the first run."""
     path = Path(__file__).with_name("predictions.json")
     return json.loads(path.read_text())["rows"] if path.exists() else []
 

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in calls of under nine minutes each that take up what the last one left.
+# Everything that needs a GPU, in calls of 480 s each that take up what the last one left.
 #
 #   evals/gpu/run.sh               the parts of parts.txt, in that order, as far as they are not done yet
 #   evals/gpu/run.sh PART...       these, also what failed in them before
-#   evals/gpu/run.sh --short       the parts of parts-short.txt: the most telling figures in one call of 480 s
-#   evals/gpu/run.sh --rehearse    on the CPU: tiny shapes, kernels in Triton's interpreter; also with the others
+#   evals/gpu/run.sh --rehearse    on the CPU: tiny shapes, kernels in Triton's interpreter; also with PART
 #
 # PYTHON is one with torch, triton, transformers, safetensors and numpy; what else is imported comes as wheels in .gpu/,
-# fetched by wheels.sh. BUDGET is the seconds of a call, 530 if not said, 480 for --short. $WORK/results/<name of the GPU>/ has a JSON
+# fetched by wheels.sh. BUDGET is the seconds of a call, 480 if not said. $WORK/results/<name of the GPU>/ has a JSON
 # and a log of each part, written with every row, and performance.md; $OUT has them as results.tar.gz, rewritten all the
 # time, and in the end Triton's compiled kernels. Put into .gpu/, a call takes them up, on another machine too; without
 # them, and without $WORK, it begins anew. A part that dies or is stopped costs what it was at. Exit code: parts that
@@ -15,17 +14,16 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 here=evals/gpu PYTHON=${PYTHON:-python3} WORK=${WORK:-/tmp/quantkit-gpu} carried=${CARRIED:-.gpu}
-list=parts.txt most=530
 flags=() names=() factor=1 needed="import torch, triton; torch.cuda.init()"
 for word in "$@"; do
   case $word in
     -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$here/run.sh"; exit 0 ;;
-    --short) list=parts-short.txt most=480 ;;
+    --short) ;; # what older calls say: there was a longer list
     --rehearse) flags=(--device cpu --tiny) factor=${REHEARSAL:-8} gpu=rehearsal needed="import torch, triton" ;;
     *) names+=("$word") ;;
   esac
 done
-PARTS=${PARTS:-$here/$list}
+PARTS=${PARTS:-$here/parts.txt}
 mapfile -t parts < <(grep -v '^#' "$PARTS")
 for name in "${names[@]}"; do
   [[ $'\n'$(printf '%s\n' "${parts[@]}") = *$'\n'"$name "* ]] && continue
@@ -40,7 +38,7 @@ gpu=${gpu:-$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | hea
 export RESULTS=$WORK/results/${gpu:-gpu} OUT=${OUT:-$WORK} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/quantkit-triton}
 export QUANTKIT_TRITON=force TRITON_STORE_BINARY_ONLY=1 # what else Triton keeps of a kernel is ten times as large
 export PYTHONPATH=$PWD:$WORK/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-budget=$(((${BUDGET:-$most} - 20) * factor)) least=$((15 * factor)) tidy=$((10 * factor))
+budget=$(((${BUDGET:-480} - 20) * factor)) least=$((15 * factor)) tidy=$((10 * factor))
 [ ${#names[@]} = 0 ] || export RETRY=1
 "$PYTHON" "$here/results.py" unpack "$carried"
 mkdir -p "$RESULTS"

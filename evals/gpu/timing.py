@@ -145,12 +145,12 @@ def gemm_rate(size: int = 8192, device: str = "cuda") -> float:
 Calls = Sequence[Callable[[], object]]
 
 
-def num_copies(num_bytes: int, device: str, limit: int = 64) -> int:
-    """Number of copies of an operand that make more than four L2 caches, through which calls rotate."""
+def num_copies(num_bytes: int, device: str) -> int:
+    """Number of copies of an operand, 64 at most, that make more than four L2 caches, through which calls rotate."""
     if device != "cuda":
         return 2
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(limit, -(-4 * cache // max(num_bytes, 1)) + 1))
+    return max(1, min(64, -(-4 * cache // max(num_bytes, 1)) + 1))
 
 
 def measure(calls: Calls, device: str, repeats: int = 15) -> dict[str, Any]:

@@ -171,7 +171,7 @@ print(len(launches))
 
 @needs_triton
 @pytest.mark.slow
-def test_what_a_short_call_launches_is_compiled_ahead(tmp_path):
+def test_what_a_call_launches_is_compiled_ahead(tmp_path):
     """One kernel is compiled, travels to another folder, and is found there by the same launch."""
     places = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "RESULTS": str(tmp_path / "results/one")}
     environment = {**os.environ, **places, "PYTHONPATH": str(GPU.parents[1]), "OMP_NUM_THREADS": "1"}
@@ -182,14 +182,18 @@ def test_what_a_short_call_launches_is_compiled_ahead(tmp_path):
     assert int(done.stdout.splitlines()[-1]) > 250
 
 
-@needs_triton
-@pytest.mark.slow
-def test_predictions_are_those_of_the_program_and_cover_a_short_call():
-    """Each row of a short call that has a time; launches of a step are counted anew."""
-    environment = {**os.environ, "PYTHONPATH": str(GPU.parents[1]), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    program = str(GPU / "predictions.py")
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_predictions_are_of_rows_that_a_call_measures(evals):
+    """Whose labels the parts know; those of the others are words that they have in their code."""
+    end_to_end, linears, attention = evals("end_to_end"), evals("linears"), evals("attention")
+    steps = {(weights, *case) for weights, cases in end_to_end.PLAN for case in cases}
+    products = {
+        ("8192 squared", *linears.SHAPES["8192 squared"], m, kind) for kind in linears.KINDS for m in linears.ROWS
+    }
+    case = attention.CASE.batch, attention.CASE.context
+    kinds = {(*case, kind) for kind in (*attention.KV_TYPES, attention.SDPA)}
+    rows = json.loads((GPU / "predictions.json").read_text())["rows"]
+    for name, measured in {"end_to_end": steps, "linears": products, "attention": kinds}.items():
+        assert {tuple(row["labels"].values()) for row in rows if row["file"] == name} == measured
 
 
 def test_a_prediction_becomes_part_of_its_row(evals, tmp_path, monkeypatch):
@@ -259,11 +263,3 @@ def test_folders_that_name_no_device_are_of_no_gpu(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "smoke.json").write_text(json.dumps(kept))
     assert page.gpu_folders(tmp_path) == [tmp_path / "gpu"]
-
-
-def test_a_first_part_measures_the_beginning_of_another(evals):
-    attention = evals("attention")
-    whole, first = (
-        attention.plan_of(SimpleNamespace(prefill=False, tiny=True, first=first)) for first in (False, True)
-    )
-    assert first == whole[: len(attention.KV_TYPES) + 1]

@@ -65,8 +65,7 @@ class Tree:
         self.parts += f"{name} 60 {name}.py\n"
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
-        for name in ("parts.txt", "parts-short.txt"):
-            (self.gpu / name).write_text("# comment\n" + self.parts)
+        (self.gpu / "parts.txt").write_text("# comment\n" + self.parts)
         places = {"WORK": str(self.work), "OUT": str(self.out), "TRITON_CACHE_DIR": str(self.work / "cache")}
         environment = {**os.environ, **places, "PYTHON": sys.executable, "PYTHONPATH": str(self.folder), **variables}
         command = ["bash", str(self.gpu / "run.sh"), "--rehearse", *words]
