@@ -21,7 +21,7 @@ from attention import PAGE, decode_batch, fill
 from random_model import make_model
 from results import Results, Row, first_line
 
-from quantkit.kernels.layouts import KVLayout, page_bytes
+from quantkit.kernels.layouts import page_bytes
 from quantkit.kernels.types import ForwardBatch
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.model.model import NativeModel
@@ -81,15 +81,10 @@ def step_times(model: NativeModel, cache: KVCache, batch: ForwardBatch, device: 
     return times
 
 
-def kv_bytes(layouts: list[KVLayout], batch: int, context: int) -> int:
-    """Bytes of keys and values that a step reads."""
-    return round(page_bytes(layouts) / PAGE * batch * context)
-
-
 def one_step(model: NativeModel, kv: str, batch: int, context: int, device: str) -> dict[str, Any]:
     """Times of a step over a cache of its own."""
     layouts = model.layouts(kv, PAGE)
-    stored = kv_bytes(layouts, batch, context)
+    stored = round(page_bytes(layouts) / PAGE * batch * context)  # bytes of keys and values that it reads
     if device == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]

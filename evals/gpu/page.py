@@ -32,7 +32,7 @@ PARTS = (
     "quantization",
     "sanitizer",
 )
-LABELS = ("program", "family", "case", "test", "model", "recipe", "stage", "kind", "weights", "kv", "shape", "m")
+LABELS = ("family", "case", "test", "model", "recipe", "stage", "kind", "weights", "kv", "shape", "m")
 NOT_YET = "not yet run on a GPU"
 NOTHING = (
     "No figure here comes from a GPU, because no run on a GPU has been recorded yet. The kernels for CUDA devices are\n"

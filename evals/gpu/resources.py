@@ -136,10 +136,6 @@ def compiled_loops(launch: Launch, target: int) -> list[list[str]]:
 def compile_all(work: Sequence[tuple[Launch, int]], jobs: int) -> Iterator[tuple[Launch, Resources]]:
     """Compile for chips, in several processes; in no order."""
     _WORK[:] = work
-    if jobs == 1 or len(work) < 2:
-        for index in range(len(work)):
-            yield work[index][0], _compile_number(index)[1]
-        return
     # Forked, so that what has been recorded is there.
     with multiprocessing.get_context("fork").Pool(jobs, _end_with_parent) as pool:
         for index, item in pool.imap_unordered(_compile_number, range(len(work))):
