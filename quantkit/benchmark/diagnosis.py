@@ -178,18 +178,23 @@ def _decode_binding(record: RooflineRecord, cost: Cost, result: BenchmarkResult)
     )
 
 
+def _cache_type(result: BenchmarkResult) -> str:
+    """Return the type of most layers of the KV cache; the record may also say that others differ."""
+    return result.kv_cache.partition(" ")[0]
+
+
 def _smaller_cache(result: BenchmarkResult) -> str:
-    return _SMALLER_CACHE.get(result.kv_cache, "Quantize the KV cache: --kv-cache int8.")
+    return _SMALLER_CACHE.get(_cache_type(result), "Quantize the KV cache: --kv-cache int8.")
 
 
 def _fewer_bytes(cost: Cost, weights: int, cached: float, result: BenchmarkResult) -> tuple[str, float]:
     """Return advice on what to make smaller, and the bytes per step that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
-        if result.kv_cache in _SMALLEST_CACHES:
+        if _cache_type(result) in _SMALLEST_CACHES:
             return _SHORTER, cached * 0.45
         # Half of 16 bits, less what the scales add.
-        return _smaller_cache(result), cached * (0.45 if result.kv_cache in _SMALLER_CACHE else 0.48)
+        return _smaller_cache(result), cached * (0.45 if _cache_type(result) in _SMALLER_CACHE else 0.48)
     linears = weights - cost.head_bytes
     to_int4 = "Quantize the weights to 4 bits (awq-int4, gptq-int4).", linears * (1 - _INT4_BYTES / now)
     if now > 1.5 * _INT8_BYTES:
@@ -244,7 +249,7 @@ def _cache_weight(record: RooflineRecord, cost: Cost, result: BenchmarkResult) -
         cost=cost,
         tokens=cost.read_bytes / cost.kv_token_bytes,
         grows=grows,
-        smaller=_SHORTER if result.kv_cache in _SMALLEST_CACHES else _smaller_cache(result),
+        smaller=_SHORTER if _cache_type(result) in _SMALLEST_CACHES else _smaller_cache(result),
         most=1 / (1 - 0.48 * share),
     )
 

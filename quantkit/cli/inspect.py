@@ -101,6 +101,8 @@ def _layers(summary: CheckpointSummary) -> Table | str | None:
         return None
     if not summary.layers:
         return "no per-layer errors: quantkit.json is missing or lists none"
+    if not any(layer.linears for layer in summary.layers):  # only the KV cache is quantized
+        return None
     rows = []
     for layer in summary.layers:
         worst = max(layer.linears, key=lambda linear: linear.error, default=None)

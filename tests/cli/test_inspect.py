@@ -28,6 +28,15 @@ def test_quantize_and_inspect_the_demo_model(invoke, tmp_path):
         assert part in shown
 
 
+def test_errors_of_linears_are_shown_only_if_there_are_any(invoke, tmp_path):
+    out = str(tmp_path / "demo")
+    answer = invoke("quantize", "--recipe", "kv-fp8", "--samples", "2", "--sequence-length", "32", "-o", out)
+    assert answer.exit_code == 0, answer.stderr
+    shown = invoke("inspect", out).stdout
+    assert "keys fp8 per tensor" in shown
+    assert "worst error" not in shown
+
+
 def test_a_quantized_embedding_is_no_linear(invoke, tmp_path):
     recipe, out = tmp_path / "mine.yaml", tmp_path / "demo.gguf"
     recipe.write_text("weights: {dtype: q4_k}\nformat: gguf\nembedding: q6_k\n")

@@ -94,3 +94,8 @@ def test_vllm_cannot_measure_drift(monkeypatch):
     monkeypatch.setattr(options, "import_vllm", lambda: None)
     with pytest.raises(RequestError, match="only quantkit's engine can measure drift; leave out --drift or --engine"):
         options.check_options(options.VerifyOptions(evaluation=EvaluationOptions(), vllm={}, drift=64))
+
+
+def test_too_few_tokens_are_refused_before_a_model_is_loaded(tmp_path, capsys):
+    assert run("verify", tmp_path, "--drift", "10", "--no-bench") == 4
+    assert "drift over 10 tokens cannot be measured: give --drift at least 64 tokens" in capsys.readouterr().err

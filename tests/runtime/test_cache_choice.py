@@ -80,7 +80,9 @@ CACHES = {
     "k4v2": {"dtype": "int4", "granularity": None, "values": {"dtype": "int2"}},
     "k3v2": {"dtype": "int3", "granularity": None, "values": {"dtype": "int2"}},
     "rotated": {"dtype": "int4", "granularity": "token", "rotation": "hadamard"},
+    "differing": {"dtype": "int4", "granularity": None, "layers": [{"numbers": [1], "keys": {"dtype": "int8"}}]},
 }
+SHOWN = {"mixed": "int4", "rotated": "int4", "head": "fp8", "differing": "int4 and others"}
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -95,7 +97,7 @@ def test_auto_follows_the_checkpoint(made, name):
         assert scheme["rotation"] == layout.scheme.rotation
         for side, scale in (("key_scale", layout.cache.key_scale), ("value_scale", layout.cache.value_scale)):
             assert (list(scale) if isinstance(scale, tuple) else [scale]) == (record["kv_cache"][side] or [1.0])
-    assert llm.kv_type == ("int4" if name in ("mixed", "rotated") else "fp8" if name == "head" else name)
+    assert llm.kv_type == SHOWN.get(name, name)
     assert kept(run(path, "fp32")) == ["keys unquantized, values unquantized"] * 2
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.benchmark.options import BenchmarkOptions
 from quantkit.errors import RequestError
+from quantkit.evaluate.drift import LEAST_TOKENS
 from quantkit.evaluate.lm_eval_run import import_language_model
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.run import check_evaluation
@@ -50,9 +51,14 @@ def check_options(options: VerifyOptions) -> None:
     Raises:
         DataError: lm-eval is missing, or a suite or text does not exist.
         InputError: vLLM is missing.
-        RequestError: vLLM lacks a setting, or a sensitivity map or drift is requested with vLLM.
+        RequestError: vLLM lacks a setting, a sensitivity map or drift is requested with vLLM, or drift over too few
+            tokens.
     """
     check_evaluation(options.evaluation)
+    if options.drift is not None and options.drift < LEAST_TOKENS:
+        raise RequestError(
+            f"drift over {options.drift} tokens cannot be measured: give --drift at least {LEAST_TOKENS} tokens"
+        )
     if options.text is not None:
         read_named_text(options.text, options.evaluation.data)
     if options.evaluation.suite is not None or options.evaluation.tasks:

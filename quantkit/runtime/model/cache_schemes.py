@@ -17,6 +17,10 @@ from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.model.config import ModelConfig
 
 
+OTHERS = " and others"
+"""Follows the name of the commonest type of a cache whose layers differ."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCache:
     """KV cache settings and scales of a checkpoint.
@@ -111,14 +115,16 @@ def cache_type(layouts: Sequence[Layout], asked: str) -> str:
 
     This is the name that the user gave. If it is `auto` and layers are quantized, it is the type of most of them: that
     of `--kv-cache` with the same scheme, or else the number type of the keys (of values, in a layer whose keys are
-    unquantized).
+    unquantized). If the layers have several types, `OTHERS` follows.
 
     Args:
         layouts: layout of each layer.
         asked: the name that the user gave.
     """
     names = Counter(_type_name(layout.scheme) for layout in layouts if layout.scheme.is_quantized)
-    return names.most_common(1)[0][0] if asked == "auto" and names else asked
+    if asked != "auto" or not names:
+        return asked
+    return names.most_common(1)[0][0] + (OTHERS if len(names) > 1 else "")
 
 
 def _type_name(scheme: KVScheme) -> str:
