@@ -48,8 +48,8 @@ def quantize(
         overwrite: replace an existing output directory.
         engine: engine that must be able to read the result, e.g. "vllm" or "vllm:h100"; see `quantkit.engine_rules`.
             A recipe whose result the engine cannot read is refused before the work starts. None = no particular engine.
-        adapter: folder of a LoRA adapter in PEFT's format, which is merged into the model before quantizing; None =
-            none.
+        adapter: folder of a LoRA adapter in PEFT's format, which is merged into the model before quantizing; None = no
+            adapter.
         listener: receives progress events.
     Returns:
         The record of the compression: sizes, errors per linear, times.
@@ -109,7 +109,7 @@ def verify(
         options: measurements to make, see `quantkit.evaluate.verify.options.VerifyOptions`; None = the defaults, which
             are short measurements.
         output: directory for report.json, report.html, junit.xml and the model card; None = write no files.
-        progress: callback for lines of progress.
+        progress: callback for progress messages.
     Raises:
         QuantkitError: see `quantkit.errors`; a failed gate raises no error.
     """
@@ -149,20 +149,21 @@ def search(
 ) -> SearchResult | CacheSearchResult:
     """Choose a number type for each part of a model, and write the choice as a recipe.
 
+    Give one of the targets `bits`, `num_bytes`, `kl` and `recovery`, or `kv_bits`, or both.
+
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
-        recipe: recipe to start from: a shipped name, a file, or a Recipe; None = gptq-int4; if the format is gguf,
-            gguf-q4_k without the overrides and gates of that recipe; with `kv_bits` alone, one that keeps the weights.
+        recipe: recipe to start from: a shipped name, a file, or a Recipe. None = gptq-int4; for the format gguf,
+            gguf-q4_k without its overrides and gates; with `kv_bits` alone, a recipe that leaves the weights unchanged.
         output: recipe file to write; None = `./<model>-<target>.yaml`.
         format: on-disk format, such as gguf; None = the recipe's format.
-        bits: target: maximum stored bits per weight. Give at most one of the first four targets, and at least one of
-            all.
+        bits: target: maximum stored bits per weight.
         num_bytes: target: maximum bytes of the whole checkpoint or file.
         kl: target: maximum mean KL to the original.
         recovery: target: minimum recovery, which is the task scores in per cent of the original's.
-        kv_bits: target for the KV cache, alone or beside one of the others: maximum stored bits per key or value.
+        kv_bits: target for the KV cache: maximum stored bits per key or value.
         overrides: recipe fields to replace, see `quantize`.
-        progress: callback for lines of progress.
+        progress: callback for progress messages.
         how: further fields of `quantkit.bit_search.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:
         The choice with its expected and measured KL; `reached` says whether the target was met. A CacheSearchResult if

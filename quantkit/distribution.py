@@ -1,6 +1,6 @@
 """The installed distribution: its name on package indexes, its version, and the commands that install its extras.
 
-The name differs from the package's: on PyPI, `quantkit` is another project.
+The name differs from the package's: on PyPI, `quantkit` is a different project.
 """
 
 from importlib import metadata

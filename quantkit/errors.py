@@ -100,7 +100,7 @@ def require_linux(what: str) -> None:
     """Refuse something that works only on Linux.
 
     Args:
-        what: the refused thing, the first words of the message.
+        what: the thing that needs Linux; the message begins with it.
     Raises:
         ResourceError: the system is not Linux.
     """

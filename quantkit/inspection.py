@@ -94,7 +94,8 @@ def inspect(path: str | Path) -> CheckpointSummary:
         modules, mtp = list(named.values()), _heads(reader, named)
         noted = _noted(read_manifest(reader.path))
         held = _stored_model(reader.config, format_, modules)
-    linears = [module for module in modules if module.kind != "embedding"]  # a GGUF file may quantize that, too
+    # Without the embedding, which may be quantized too in a GGUF file.
+    linears = [module for module in modules if module.kind != "embedding"]
     weights, stored = sum(m.num_quantized for m in linears), sum(m.quantized_bytes for m in linears)
     return CheckpointSummary(
         path=str(path),
@@ -286,7 +287,7 @@ def refuse_merged(path: Path, digest: str, name: str) -> None:
         digest: digest of the adapter.
         name: name of the adapter, for the message.
     Raises:
-        ModelError: it was merged.
+        ModelError: the adapter was merged already.
     """
     if digest in merged_digests(path):
         raise ModelError(f"{path}: adapter {name!r} was merged into its weights already; leave --adapter out")

@@ -34,7 +34,7 @@ def check_apart(output: Path, source: Path) -> None:
     """Refuse an output that is the source model, lies in it or contains it: writing there would destroy the model.
 
     Raises:
-        OutputError: the two paths overlap; names both.
+        OutputError: the two paths overlap; the message names both.
     """
     target, model = output.resolve(), source.resolve()
     if target == model or target in model.parents or model in target.parents:
@@ -47,7 +47,7 @@ def check_checkpoint(output: Path) -> None:
     Args:
         output: existing path.
     Raises:
-        OutputError: the path is something else; names a file that quantkit did not write.
+        OutputError: the path is something else; the message says why, or names a file that quantkit did not write.
     """
     if output.is_symlink() or not output.is_dir():
         raise _kept(output, "is not a directory, or is a link to one")
@@ -138,14 +138,14 @@ class Stage:
         """Refuse an existing output that must not be replaced.
 
         Raises:
-            OutputError: says why.
+            OutputError: the output must not be replaced; the message says why.
         """
         _check_output(self.output, self.overwrite, self.check)
 
     def promote(self, made: Path) -> None:
         """Rename a finished file or folder to the final path, and empty the work folder.
 
-        The final path never holds a part of the output.
+        The final path never holds an incomplete output.
 
         Args:
             made: finished file or folder, on the file system of `output`.

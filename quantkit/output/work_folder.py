@@ -21,7 +21,8 @@ from quantkit.output.writer import writing
 
 MARKER = ".quantkit-work"  # marks the folder as quantkit's; the process locks this file
 _OURS = {"written_by": "quantkit", "version": 1}  # entries of every marker
-# Do not follow a link in place of the marker, do not wait for a pipe, do not translate line ends. No system has all.
+# Do not follow a link in place of the marker, do not wait for a pipe, do not translate line ends. No system has all
+# three flags.
 _SAFELY = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 
 
@@ -59,7 +60,7 @@ class WorkFolder:
         return self.path / "replaced"
 
     def clear(self) -> None:
-        """Delete everything but the marker; files first, so that a killed run leaves no file about a deleted folder."""
+        """Delete everything but the marker. Files go first, so a killed run leaves no file about a deleted folder."""
         self.put_back()
         for entry in sorted(self._entries(), key=Path.is_dir):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -92,7 +93,7 @@ class WorkFolder:
 
     def leave(self) -> None:
         """Delete contents that no later run can use; then, if the folder is empty, delete the marker and the folder."""
-        # On an error the marker remains, or the folder belongs to another run: the next run cleans up.
+        # After an error, the marker remains, or the folder belongs to another run; the next run cleans up.
         with contextlib.suppress(OSError, OutputError):
             if not _is_at(self._marker, self.path / MARKER):
                 return
@@ -188,7 +189,7 @@ def _create(path: Path, option: str) -> bool:
 
 
 def _check_owner(path: Path, option: str) -> None:
-    """Refuse another user's folder in a shared directory such as /tmp: a run would resume from the weights in it."""
+    """Refuse another user's folder in a shared directory such as /tmp: a run would resume from that user's weights."""
     parent, owner = path.parent.stat(), path.lstat().st_uid
     # As Linux does for links in sticky directories: the directory's owner and root could replace anything in it anyway.
     if parent.st_mode & stat.S_ISVTX and owner not in (user_id(), parent.st_uid, 0):

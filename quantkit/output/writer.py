@@ -35,7 +35,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
     Returns:
         SHA-256 of the file, hexadecimal.
     Raises:
-        ResourceError: the disk is full; says how much is needed and free.
+        ResourceError: the disk is full; the message says how much space is needed and free.
         OutputError: the file cannot be written.
         CheckpointError: safetensors cannot store the dtype of a tensor.
     """
@@ -126,7 +126,7 @@ def _translated(error: OSError, path: Path, needed_bytes: int | None) -> Quantki
     needed = "" if needed_bytes is None else f"it needs {byte_size(needed_bytes)}, and "
     limit = "the quota is used up" if error.errno == errno.EDQUOT else f"{byte_size(_free_bytes(path))} are free"
     return ResourceError(
-        f"no space left writing {path}: {needed}{limit}; "
+        f"no space left while writing {path}: {needed}{limit}; "
         "delete files or choose another --output, then run the same command again to resume"
     )
 

@@ -108,7 +108,7 @@ def example_table(behaviour: BehaviourResult | None, *, brief: bool) -> Table | 
     before, after, count = _BRIEF if brief else (None, None, None)
     rows = []
     for each in behaviour.examples[:count]:
-        at = min(each.parted, len(each.original), len(each.model))  # a file may say anything
+        at = min(each.parted, len(each.original), len(each.model))  # the number comes from a file and may be wrong
         shared = each.original[:at] if before is None else each.original[:at][-before:]
         texts = (f"{shared}¦{text[at:][:after]}" for text in (each.original, each.model))
         rows.append((each.prompt[:after], *texts, RATES.get(each.lost, "")))

@@ -222,7 +222,7 @@ def _plot(
         if (x := cost(entry)) is not None and entry.quality is not None
     ]
     higher = comparison.higher_is_better
-    # Dominance is defined for costs, so a quality of which more is better changes its sign.
+    # Dominance is defined for costs, so the sign of the quality is flipped if higher is better.
     best = front([(x, -y if higher else y) for _, _, x, y in known])
     points = [(*point, chosen) for point, chosen in zip(known, best, strict=True)]
     return pareto_plot(name, points, x_label=x_label, y_label=comparison.quality_label, higher=higher)

@@ -54,7 +54,7 @@ def render_markdown(report: Report) -> str:
         source = f"[{source}](https://huggingface.co/{original.hub_id})"
     gates = [f"- {plain(line)}" for line in gate_lines(report.gates)]
     known = model.license or (original.license if original else None)
-    # The hub resolves `base_model`: a local name would point at a stranger's model or at none.
+    # The hub resolves `base_model`: a local name would point to somebody else's model, or to none.
     origin = {"base_model": original and original.hub_id, "license": known}
     parts = [
         front_matter(origin, model.format, *model.scheme.split()[:1]),
@@ -171,7 +171,7 @@ def _format(name: str) -> Format | None:
 def dumps(report: Report) -> str:
     """Convert a report to JSON text; equal reports give equal bytes."""
     document = {**report.to_dict(), "metrics": gate_numbers(report)}
-    # `NaN` is no JSON, and strict readers refuse the whole document because of it.
+    # `NaN` is not valid JSON, and strict parsers reject a document that contains it.
     return json.dumps(json_ready(document), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 
@@ -179,7 +179,7 @@ def read_report(path: Path | str) -> Report:
     """Read a report from a file or a checkpoint's directory.
 
     Raises:
-        ReportError: the file does not exist, is not valid JSON, has another version, or is not a report.
+        ReportError: the file does not exist, is not valid JSON, has an unsupported version, or is not a report.
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path
@@ -263,7 +263,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
         directory.mkdir(parents=True, exist_ok=True)
         with folder_lock(directory):  # so that the files of two reports are not mixed
             files, problem = {}, ""
-            # The page comes last, because it alone may fail for want of a package.
+            # The page comes last, because it alone fails if a package is missing.
             for kind, (name, render) in FILES.items():
                 try:
                     write_text(directory / name, render(report))

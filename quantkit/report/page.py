@@ -173,7 +173,7 @@ def render_html(report: Report) -> str:
     Raises:
         ReportError: matplotlib or jinja2 is not installed; the message gives the command that installs it.
     """
-    against = f"against {report.baseline_model.name}" if report.baseline_model else "without an original beside it"
+    against = f"against {report.baseline_model.name}" if report.baseline_model else "not compared with an original"
     made = [report.compression.recipe if report.compression else "", report.model.scheme, report.model.format]
     return render_page(
         title=report.model.name,
@@ -207,7 +207,7 @@ def _environment() -> Any:
         raise ReportError(f"report.html needs jinja2, which is not installed; {INSTALL}") from None
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("quantkit.report", "templates"),
-        # Names and texts come from checkpoints of strangers.
+        # Names and texts come from untrusted checkpoints.
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -170,7 +170,7 @@ def memory_plot(report: Report) -> str | None:
             f"{r.part} {byte_size(r.observed_bytes)} observed, {byte_size(r.predicted_bytes)} predicted"
             for r in ours.memory
         )
-        return to_svg(figure, "memory", "Memory, predicted beside observed", f"Of the model: {spoken}.")
+        return to_svg(figure, "memory", "Memory, predicted and observed", f"Of the model: {spoken}.")
 
 
 def roofline_plot(report: Report) -> str | None:

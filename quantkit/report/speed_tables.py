@@ -41,8 +41,8 @@ def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:
-    """Return the runs without the run that is only for the fits. The requests of that run differ in length, so their
-    latencies cannot be summarized.
+    """Return all runs except the sweep, to which latency is fitted as a function of length. The requests of the sweep
+    differ in length, so percentiles of their latencies would be meaningless.
     """
     return [(label, run) for label, run in runs if run.workload.name != SWEEP_NAME]
 
@@ -127,7 +127,7 @@ def memory_table(benchmark: BenchmarkResult | None, baseline: BenchmarkResult | 
 
 
 def _miss(record: MemoryRecord) -> str | None:
-    """Return how far a prediction was off."""
+    """Return the error of a prediction, in per cent of the observed bytes."""
     if not record.predicted_bytes or not record.observed_bytes:
         return None
     if record.predicted_bytes == record.observed_bytes:
@@ -176,10 +176,13 @@ def _roofline_row(label: str, r: RooflineRecord) -> tuple[object, ...]:
 
 def _ceilings(records: list[RooflineRecord]) -> str:
     """Describe the measured ceilings, and the words that replace shares above 100 %."""
-    # All records of a run carry the same ceilings, so any of them serves.
+    # All records of a run carry the same ceilings, so any record will do.
     rates = f"{records[-1].copy_bytes_per_s / 1e9:.1f} GB/s, {records[-1].gemm_flops_per_s / 1e9:.0f} GFLOP/s"
     text = f"MBU and MFU are shares of the ceilings measured in this run: {rates}."
-    words = {"caches": "reads faster than memory", "busy": "the machine was busier while its ceilings were measured"}
+    words = {
+        "caches": "the data came from processor caches",
+        "busy": "the machine was busier while its ceilings were measured",
+    }
     shown = {r.shown_share(share) for r in records for share in (r.mbu, r.mfu)}
     legend = "; ".join(f"{word}: {meaning}" for word, meaning in words.items() if word in shown)
     return f"{text} {legend}." if legend else text

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Placeholder -> CSS variable, and the colour in a viewer without the page's style.
 COLOURS = {
-    # Near-black values that matplotlib does not write by itself, so replacing them hits nothing else.
+    # Near-black values that matplotlib does not write by itself, so replacing them affects nothing else.
     "#010203": ("--ink", "#1c2127"),
     "#010204": ("--muted", "#59636e"),
     "#010205": ("--line", "#d5dae0"),
@@ -38,7 +38,7 @@ COLOURS = {
 INK, MUTED, LINE, MODEL, ORIGINAL, BAD, *HEAT = COLOURS
 
 STYLE: dict[str, Any] = {
-    # Ids are hashes: without a fixed salt every run writes other bytes.
+    # Ids are hashes: without a fixed salt, every run would write different bytes.
     "svg.hashsalt": "quantkit",
     # Text as text can be searched, copied and read aloud; as outlines it cannot.
     "svg.fonttype": "none",

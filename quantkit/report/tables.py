@@ -71,7 +71,7 @@ def remedies(gates: Sequence[GateResult]) -> list[str]:
 
 def chance_note(num_tasks: int) -> str:
     """Return a note on multiple testing for tables with many tests; empty for few."""
-    # With fewer rows less than a quarter of a false alarm is expected, which needs no note.
+    # With fewer rows, less than a quarter of a false alarm is expected, so no note is needed.
     if num_tasks < 5:
         return ""
     return (
@@ -238,7 +238,7 @@ def drift_table(drift: DriftResult | None) -> Table | None:
         ),
     ]
     return Table(
-        title=f"While decoding: {counted(drift.num_texts, 'text')} of {drift.num_tokens:,} tokens by the original",
+        title=f"While decoding: {counted(drift.num_texts, 'text')} by the original, {drift.num_tokens:,} tokens each",
         columns=(Column(), Column("model", str)),
         rows=tuple(rows),
     )

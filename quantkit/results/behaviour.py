@@ -22,7 +22,7 @@ means brackets, braces and quotes."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarginRecord(Record):
-    """Margins of one kind of decision: logit of the original's token minus the logit of the best alternative.
+    """Margins of one kind of decision: the logit of the original's token minus the logit of the best alternative.
 
     Args:
         kind: a key of `DECISIONS`.
@@ -52,7 +52,8 @@ class ExampleRecord(Record):
         prompt: last message of the conversation.
         original, model: the answers.
         parted: number of characters at the beginning that both answers share.
-        lost: name of the rate in which the model's answer is worse, e.g. "valid_calls" or "loop_rate"; empty if none.
+        lost: name of the rate by which the model's answer is worse than the original's: "valid_calls" if the model no
+            longer calls tools validly, "loop_rate" if only its answer loops, ...; empty if the answer is not worse.
     """
 
     prompt: str
@@ -64,7 +65,9 @@ class ExampleRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BehaviourResult(Record):
-    """Comparison of a model with its original on the original's own answers.
+    """Result of a behaviour test: how a model and its original differ when they answer the same chat prompts.
+
+    KL and margins are measured on the answers that the original wrote.
 
     Args:
         prompts: name of the set of prompts.
@@ -79,8 +82,8 @@ class BehaviourResult(Record):
         entropy_kl: mean KL in each quarter of the tokens, with the tokens sorted by the entropy of the original's
             distribution.
         entropy_limits: entropies that separate the quarters of `entropy_kl`, nats.
-        margins: one record per kind of decision that occurs.
-        examples: answers of both models that differ; first those in which the model's answer is worse.
+        margins: one record for each kind of decision that the original makes.
+        examples: pairs of answers that differ; pairs in which the model's answer is worse come first.
     """
 
     prompts: str

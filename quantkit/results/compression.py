@@ -17,7 +17,7 @@ class EngineReading(Record):
     Args:
         engine, release: engine and its version.
         reads: "fast", "slow", "unknown" (no rule applies), "wrong" (the engine loads the checkpoint but computes wrong
-            numbers) or "no"; the worst case of all linears.
+            numbers) or "no"; the worst case among all linears.
         reason: why the engine reads the checkpoint in this way, or the name of the kernel that computes with it.
         source: file and function in the engine's source code that the prediction is based on.
         cache: how the engine stores the KV cache, if not as the checkpoint requests.
@@ -47,8 +47,8 @@ class LinearRecord(Record):
         scheme: short form of its scheme, e.g. `int4 g128`.
         shape: (outputs, inputs).
         bits_per_weight: bits of codes, scales and zero points divided by the number of weights.
-        rounding_error: relative error of round-to-nearest with absmax ranges, for the weight as it is before any step
-            folds scales into it, but after a rotation of the model.
+        rounding_error: relative error of round-to-nearest with absmax ranges, for the weight after any rotation of the
+            model but before a step folds scales into it.
         error: relative error of the written weight.
         measure: how both errors were measured. "held-out": error of the linear's outputs relative to the original
             model, on tokens that calibration did not use, with inputs from the quantized model; "calibration": the
@@ -71,7 +71,7 @@ class CacheRecord(Record):
 
     Args:
         scheme: scheme of keys and values, as in config.json under `quantkit_kv_cache`.
-        key_scale, value_scale: fixed scales: a single one, or one per head; empty if every token has its own scale.
+        key_scale, value_scale: fixed scales: a single scale, or one per head; empty if every token has its own scale.
         largest_key: largest magnitude of any key; None without data.
         typical_key: root mean square of an ordinary channel of keys, the smallest over all heads; None without data. A
             head's ordinary channel is the channel whose mean square is the median over the head's channels.
@@ -167,11 +167,11 @@ class AdapterRecord(Record):
     """LoRA adapter that was merged into the model before it was quantized.
 
     Args:
-        sha256: digest of its config and weights.
+        sha256: digest of the adapter's config and weights.
         rank: highest rank of an update.
-        num_linears: number of linears that it changes.
-        base: the adapter's own name for its base model; None = it names none.
-        path: its folder; empty in `quantkit.json`, which names no folders.
+        num_linears: number of linears that the adapter changes.
+        base: name of the base model in the adapter's config; None = the config names none.
+        path: folder of the adapter; empty in `quantkit.json`, which names no folders.
     """
 
     sha256: str

@@ -37,10 +37,11 @@ class Metric:
         read: function that returns a report's values, keyed by subject, the default subject first; None = not measured.
         low, high: range of plausible limits; a limit outside this range probably has the wrong unit.
         unit: unit of the limit, for the message about an implausible limit.
-        over: like `read`, but returns differences to the original, for limits with a plus sign; None = the metric has
+        over: like `read`, but returns differences from the original, for limits with a plus sign; None = the metric has
             no such limits.
         subjects: all possible subjects; empty = any.
-        lacks: function that returns why a report has no value for a subject; None = only because it was not measured.
+        lacks: function that returns the reason why a report has no value for a subject; None = the only possible reason
+            is that nothing was measured.
     """
 
     kind: str
@@ -110,7 +111,7 @@ def _flips(report: Report) -> dict[str, float | None]:
 
 
 def _too_few(report: Report, kind: str | None) -> str:
-    """Return why a kind of decision has no value: the original makes it in too few prompts; "" without behaviour."""
+    """Return why a kind of decision has no value: too few prompts have it; "" if the report has no behaviour test."""
     if report.behaviour is None:
         return ""
     counts = {each.kind: each.num_prompts for each in report.behaviour.margins}
@@ -192,7 +193,7 @@ METRICS = {  # without a subject, the first value counts, or the worst if the me
 }
 IN_PER_CENT = ("recovery", "right_format", "valid_calls")
 WORST_COUNTS = ("perplexity", "perplexity_ratio", "length_ratio", "margin")
-MORE_PROMPTS = "ask more prompts, with --suite standard or a file of your own with --prompts"
+MORE_PROMPTS = "test more prompts: give --suite standard, or your own file as --prompts"
 CLEAR_NATS, LEAST_MARGIN, MOST_LOOPS = 1.0, 0.7, 0.1  # limits in `behaviour_gates`
 
 
@@ -257,8 +258,8 @@ def parse_gate(text: str) -> Gate:
 
 
 def behaviour_gates(report: Report) -> list[str]:
-    """Return behaviour gates that suit any recipe: on the loop rate, and on each decision that the original makes often
-    and by a clear margin.
+    """Return behaviour gates that suit any recipe: one on the loop rate, and one on each kind of decision that the
+    original makes often and by a clear margin.
     """
     if report.behaviour is None:
         return []
@@ -309,7 +310,7 @@ def _judge(report: Report, gate: Gate) -> GateResult:
 def _pick(gate: Gate, values: Values) -> float | None:
     """Return the value that a gate limits. Without a subject, this is the first value or the worst (`WORST_COUNTS`)."""
     if gate.subject is not None:
-        # If nothing was measured, the gate fails; a subject that is missing among others is a typing error.
+        # If nothing was measured, the gate fails. If only this subject is missing, the user misspelt it.
         if values and gate.subject not in values:
             raise GateError(
                 f"gate {gate.text!r}: no {gate.metric} of {gate.subject!r}{suggestion(gate.subject, values)}; "

@@ -1,4 +1,4 @@
-"""What to change when a gate fails, from what a report knows."""
+"""Suggest what to change when a gate fails, based on the report."""
 
 from quantkit.results import Report, SensitivityProposal
 
@@ -8,12 +8,12 @@ _TO_MEASURE = {
     "drift": "add `--drift TOKENS` to `quantkit verify`, e.g. 2k",
 }
 _MEASURE_IT = (
-    "let `quantkit verify` measure it (`--suite none` leaves out tasks, `--no-bench` speed and memory), or name the "
-    "gates to check with --gate"
+    "let `quantkit verify` measure this metric (`--suite none` skips tasks, `--no-bench` skips speed and memory), or "
+    "choose the gates to check with --gate"
 )
 _TO_IMPROVE = {
     ACCEPTANCE_RATIO: "quantize the MTP head less: leave it unquantized, or give it 8 bits",
-    "drift": "give more bits to the KV cache (`--kv-cache`, or `kv_cache:` of the recipe) or to the weights",
+    "drift": "give more bits to the KV cache (`--kv-cache`, or `kv_cache:` in the recipe) or to the weights",
 }
 
 
@@ -52,12 +52,12 @@ def _accuracy_remedy(report: Report) -> str:
 
 
 def describe_proposal(proposal: SensitivityProposal, most: int = 6) -> str:
-    """Describe a proposal in one line, with at most `most` groups, and the override to paste if these are all."""
+    """Describe a proposal in one line that names at most `most` groups; if these are all, add the override to paste."""
     groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups[:most])
     options = " ".join(f"--set '{override}'" for override in proposal.overrides)
     if len(proposal.groups) > most:
         groups += f" and {len(proposal.groups) - most} more groups"
-        options = options and "--set OVERRIDE, with sensitivity.proposal.overrides of report.json"
+        options = options and "--set OVERRIDE, where OVERRIDE is sensitivity.proposal.overrides in report.json"
     cost = f", {proposal.extra_bytes / 2**20:.1f} MiB more" if proposal.extra_bytes else ""
     verb = "ignore" if proposal.action == "ignore" else "give more bits to"
     text = f"{verb} {groups} (predicted KL {proposal.predicted_kl:.3g}{cost})"

@@ -259,18 +259,18 @@ class CacheLayerChoice(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheChoice(Record):
-    """KV cache that a search chose. All KL are mean KL to the original while decoding, nats per token.
+    """KV cache that a search chose. Every KL is a mean over tokens, relative to the original, while decoding, in nats.
 
     Args:
         bits: stored bits per key or value, including scales, on average over `layers`.
-        layers: types of each layer that quantkit can quantize.
-        uniform: KL of two caches within the target with the same types in all layers, keyed by these types; measured on
-            the tokens used for the choice.
-        num_tokens: number of positions used for the choice; `measured_kl` uses about as many others. In each window,
-            the tokens of its last page are not rounded yet, as in any sequence.
+        layers: number types of each layer whose cache quantkit can quantize.
+        uniform: KL of up to two caches within the target that use the same types in all layers, keyed by these types;
+            measured on the tokens used for the choice.
+        num_tokens: number of positions used for the choice; `measured_kl` uses about as many positions. Keys and values
+            in the last page of a window are not quantized yet, as in any sequence.
         sum_kl: sum of the layers' estimated KL.
         search_kl: KL of the chosen cache on the tokens used for the choice.
-        measured_kl: as `search_kl`, on tokens that the search did not use.
+        measured_kl: as `search_kl`, but on tokens that the search did not use, if the text is long enough.
     """
 
     bits: float
@@ -323,16 +323,17 @@ class SearchResult(Record):
         candidates: one record per candidate.
         groups: chosen candidate of each fused group.
         data: name of the text.
-        num_tokens: number of positions used for sensitivities; the expected and the measured KL use about as many other
-            positions.
+        num_tokens: number of positions on which the groups' KL is measured. `expected_kl` and `measured_kl` use about
+            as many other positions, or the same ones if the text is too short.
         sum_kl: sum of the groups' KL, with each group quantized alone by its chosen candidate.
         search_kl: KL with all groups quantized by their chosen candidates, on the tokens used for the choice; usually
             lower than on other tokens.
-        expected_kl: as `search_kl`, on tokens that the search did not use, and with the chosen KV cache, if any;
+        expected_kl: as `search_kl`, but on other tokens (see `num_tokens`) and with the chosen KV cache, if any;
             measured before the model is compressed with the recipe.
-        measured_kl: KL of the model compressed with the recipe, on the tokens of `expected_kl`.
+        measured_kl: KL of the model compressed with the recipe, on the same tokens as `expected_kl`.
         recovery: task scores in per cent of the original's; None if recovery was not the target.
-        kv_cache: the chosen KV cache, with which `measured_kl` is measured too; None if none was searched.
+        kv_cache: the chosen KV cache; `expected_kl` and `measured_kl` include its error. None if the search chose only
+            weights.
         notes: unusual events.
         seconds: wall time of this process.
     """

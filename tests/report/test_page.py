@@ -165,7 +165,7 @@ def test_a_model_alone_without_its_original_is_shown(report):
     page = render_html(alone)
     Page(page)
     assert "The noise floor was not measured" in page
-    assert "without an original beside it" in page
+    assert "not compared with an original" in page
 
 
 def test_settings_of_the_user_do_not_reach_the_plots():

@@ -216,5 +216,6 @@ def test_a_proposal_of_many_groups_fits_a_line():
     many = dataclasses.replace(few, groups=tuple((layer, "o") for layer in range(90)))
     text = describe_proposal(many)
     assert "layer 5 o and 84 more groups (" in text and "layer 6 o" not in text
-    assert text.endswith("quantkit quantize ... --set OVERRIDE, with sensitivity.proposal.overrides of report.json")
+    override = "--set OVERRIDE, where OVERRIDE is sensitivity.proposal.overrides in report.json"
+    assert text.endswith(f"quantkit quantize ... {override}")
     assert "layer 89 o (" in describe_proposal(many, most=90)

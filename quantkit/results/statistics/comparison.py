@@ -4,8 +4,8 @@ alone would change the results.
 The noise floor of a number is how much the original's result changes when the original computes in another dtype. It is
 the larger of two changes: the observed one, and the one that the same number of changed items would cause by chance if
 gains and losses were equally likely. If only a share of the items was asked in the other dtype, both changes are
-multiplied by the square root of that share, because chance changes the mean of more items less. A difference within the
-noise floor is called noise, whatever its p-value, in both directions: a recovery of 101 % may be noise too.
+multiplied by the square root of that share, because the mean of more items varies less by chance. A difference within
+the noise floor is called noise, whatever its p-value, in both directions: a recovery of 101 % may be noise too.
 """
 
 import math
@@ -208,7 +208,7 @@ def _noise_floor(tasks: Sequence[list[float] | None]) -> float | None:
         return None
     shift = abs(math.fsum(math.fsum(change) / len(change) for change in known)) / len(known)
     spread = math.sqrt(math.fsum(math.fsum(c * c for c in change) / len(change) ** 2 for change in known))
-    # The shift may be zero by luck although many items flip. The spread is the shift that so many flips make by chance.
+    # The shift may be zero by luck while many items flip. The spread is the shift that as many flips cause by chance.
     return max(shift, NORMAL.inv_cdf(0.5 + CONFIDENCE / 2) * spread / len(known))
 
 

@@ -136,5 +136,5 @@ def test_what_cannot_be_written_is_told_as_by_quantize(tiny_llama, recipes, tmp_
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ActivationStore, "advance", full)
-    with pytest.raises(ResourceError, match="no space left writing"):
+    with pytest.raises(ResourceError, match="no space left while writing"):
         together(tiny_llama, recipes("gptq"), tmp_path / "together")
