@@ -1,7 +1,7 @@
-"""How many drafts of their MTP heads two models accept, on the same prompts and with the same settings.
+"""Compare how many drafts of their MTP heads two models accept, with the same prompts and settings.
 
-Drafts are forced, and each model drafts for its own text. So a model whose text repeats itself accepts more: read the
-ratio beside the other comparisons.
+The models draft even where it saves no time. Each model drafts for its own text, so a model whose text repeats itself
+accepts more drafts. Read the ratio together with the other comparisons.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ def check_heads(sides: tuple[Side, Side]) -> None:
     """Check, without reading weights, that both models can draft with an MTP head.
 
     Raises:
-        RequestError: a model cannot.
+        RequestError: a model cannot draft with an MTP head.
     """
     for path, settings in sides:
         LLM(path, lazy=True, **{**settings, "speculate": "mtp"})
@@ -33,8 +33,8 @@ def compare_acceptance(sides: tuple[Side, Side], text: str, progress: Callable[[
 
     Args:
         sides: the model, and the original.
-        text: the prompts are its first pieces of `PROMPT_TOKENS` tokens.
-        progress: called with lines of progress.
+        text: text whose beginning is split into prompts of `PROMPT_TOKENS` tokens.
+        progress: callback for progress messages.
     Raises:
         RequestError: a model has no MTP head.
     """

@@ -23,7 +23,7 @@ from quantkit.runtime.types import SamplingParams
 TEMPERATURE, TOP_P = 0.7, 0.95
 _LOOP_TOKENS, _LOOP_TIMES = 24, 3
 _OTHER_SCRIPT = 0.1
-_MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000  # index distance of two rounds; seed distance of two runs
+_MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000  # spacing of indices between rounds, and of seeds between runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,11 +68,11 @@ class Decision:
 
 
 class DecisionFinder:
-    """Finds the decisions in the original's answers.
+    """Finds the tokens in the original's answers that decide what happens next; see `Decision` and `DECISIONS`.
 
     Args:
-        llm: the original; its tokenizer and end tokens are used.
-        dialect: how the original writes tool calls and thinking.
+        llm: the original, which provides the tokenizer and the end tokens.
+        dialect: form in which the original writes tool calls and thinking.
     """
 
     def __init__(self, llm: LLM, dialect: Dialect) -> None:
@@ -165,7 +165,7 @@ def score_traces(
     finder = DecisionFinder(original, plan.dialect)
     prompts = {question.number: question.ids for question in plan.questions}
     traces = [trace for trace in traces if trace.question.number in prompts]
-    # The last token is scored but not fed.
+    # The last token is scored, but no model reads it.
     theirs = tuple((*trace.question.ids, *trace.token_ids)[:-1] for trace in traces)
     ours = tuple((*prompts[trace.question.number], *trace.token_ids)[:-1] for trace in traces)
     groups = list(paired_batches(original, llm, theirs, ours))
@@ -187,7 +187,7 @@ def score_traces(
 
 
 class _TraceScorer:
-    """Compares the logits of both models for one answer, which come in parts."""
+    """Compares both models' logits for one answer; the logits arrive in parts."""
 
     def __init__(self, finder: DecisionFinder, trace: Trace) -> None:
         self._number, self._decisions = trace.question.number, finder.find(trace)

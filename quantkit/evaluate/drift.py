@@ -3,7 +3,7 @@
 While a model decodes, every token reads keys and values that were computed from earlier tokens, and quantized. Their
 errors may add up over thousands of tokens, which short windows do not show. Here the original samples a long text after
 each prompt. Then both models read these texts one token per step, as in decoding, and their distributions are compared
-at every position. Both read the same text, so a difference is never the consequence of another choice.
+at every position. Both read the same text, so an earlier difference never changes what a model reads later.
 """
 
 import math
@@ -44,7 +44,7 @@ def measure_drift(
         llm, original: the models.
         windows: texts whose beginnings are the prompts.
         tokens: number of tokens to write after each prompt.
-        seed: seed of the first text; the others count on from it.
+        seed: seed of the first text; each further text has the next seed.
         say: callback for progress.
     Raises:
         ModelError: the vocabularies differ.
@@ -56,13 +56,17 @@ def measure_drift(
 
 
 def check_drift(llm: LLM, original: LLM, tokens: int) -> None:
-    """Refuse models or a number of tokens with which `measure_drift` cannot be done; see there."""
+    """Check that `measure_drift` can compare these models over this number of tokens.
+
+    Raises:
+        ModelError, RequestError: see `measure_drift`.
+    """
     check_vocabulary(llm, original)
     longest = min(llm.capacity, original.capacity) - GREEDY_CONTEXT
     if not LEAST_TOKENS <= tokens <= longest:
         raise RequestError(
             f"drift over {tokens} tokens cannot be measured: give at least {LEAST_TOKENS}, and at most {longest}, "
-            f"which with {GREEDY_CONTEXT} tokens of prompt fit the context of both models"
+            f"because the context of both models must also hold a prompt of {GREEDY_CONTEXT} tokens"
         )
 
 

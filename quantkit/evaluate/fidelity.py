@@ -154,7 +154,11 @@ def summarize(parts: Sequence[Distances], **known: Any) -> FidelityResult:
 
 
 def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
-    """Refuse two models, or what was read from them, with different vocabulary sizes."""
+    """Check that two models, or the readings of two models, have the same vocabulary size.
+
+    Raises:
+        ModelError: the sizes differ.
+    """
     if llm.vocab_size != original.vocab_size:
         raise ModelError(
             f"{llm.path} has a vocabulary of {llm.vocab_size} tokens, but the original {original.path} has one of "
@@ -171,12 +175,12 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
 
 
 def paired_batches(original: LLM, llm: LLM, theirs: Windows, ours: Windows) -> Iterator[Windows]:
-    """Yield batches of the original's windows for `paired_logits`: as many as both models should compute at once, at
-    least one.
+    """Yield batches of the original's windows for `paired_logits`. A batch has as many windows as both models should
+    compute at once, but at least one.
 
     Args:
         original, llm: the models.
-        theirs, ours: windows of the original and of the model, in pairs.
+        theirs, ours: windows of the original and of the model; windows with the same index form a pair.
     """
     if _chunk_size(llm, ours) > 1:
         yield from batches(original, theirs)  # one model's logits of a whole batch are in memory
@@ -210,12 +214,12 @@ def paired_logits(
 
     Args:
         original, llm: the models.
-        theirs, ours: windows of the original and of the model, each one batch; in pairs.
-        counts: number of last positions of each pair whose logits are wanted.
-        chunk_size: number of tokens of a window that a step computes; None = as the model's cache requires. If that is
-            1, the original reads its windows in the same way, so that the logits of both models come row by row.
+        theirs, ours: one batch of windows for each model. Windows with the same index form a pair.
+        counts: for each pair, the number of positions to compare; these are the last positions of both windows.
+        chunk_size: number of tokens of a window that one step computes; None = as the model's cache requires. If the
+            cache requires 1, the original also reads token by token, so that both models' logits arrive row by row.
     Yields:
-        Index of the windows, and the next rows of the original and of the model, (t, V) float32 each.
+        Index of the pair, and the next rows of logits of the original and of the model, (t, V) float32 each.
     """
     if chunk_size is None and _chunk_size(llm, ours) == 1:
         chunk_size = 1

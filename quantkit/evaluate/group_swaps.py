@@ -85,7 +85,7 @@ def swapped(groups: list[FusedGroup]) -> Iterator[None]:
             setattr(*group.part, group.replacement)
         yield
     finally:
-        # Also after an error: the same original serves every further measurement.
+        # Also after an error, because every further measurement uses the same original.
         for group, value in zip(groups, kept, strict=True):
             setattr(*group.part, value)
 
@@ -114,8 +114,8 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apa
         llm: the quantized model.
         original: the original, loaded in the same dtype; the groups refer to its blocks.
         moved: whether a step of the recipe moved scales between modules; None = unknown.
-        apart: whether each linear is a group of its own. The original is then changed to compute q, k and v one by one.
-            Ignored for models with recurrent layers or gated queries.
+        apart: whether to treat each linear as a separate group. The original is then changed to compute q, k and v one
+            by one. Ignored for models with recurrent layers or gated queries.
     Raises:
         ModelError: a model runs through transformers or has adapters, or the models differ in dtype or in their number
             of layers.
@@ -141,7 +141,7 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apa
             "that the checkpoint was made from"
         )
     family = ours.config.family
-    single = apart and family.recurrent is None and not family.parts.gated_query  # whose rows have another order
+    single = apart and family.recurrent is None and not family.parts.gated_query  # gates are among the query rows
     sources = _Sources(CheckpointReader(llm.path), open_dense(original.path), family.layers, moved, single)
     return [group for index in range(len(ours.blocks)) for group in _layer_groups(sources, ours, theirs, index)]
 
@@ -278,12 +278,12 @@ class _Sources:
             return linear  # there is no sign that scales were moved
         feeds = {group.source for group in sets}
         source = f"{prefix}{home.source}.weight"
-        # A norm stores a vector, a linear a matrix: the shape tells which of them feeds this one.
+        # A norm stores a vector, a linear a matrix: the shape tells which of them feeds this linear.
         is_linear = home.source is not None and source in self.original and len(self.original.info(source).shape) > 1
         if inputs is None and is_linear and len(names) == 1:
             inputs = _ratio(*self._pair(prefix + names[0]), dim=0)
         outputs = None
-        # A linear that feeds a smoothed one carries the inverse factors on its own rows.
+        # A linear that feeds a smoothed linear has the inverse factors on its own rows.
         if feeds & set(names):
             outputs = torch.cat([self._row_ratio(prefix + name, inputs, name in feeds) for name in names])
         if inputs is None and outputs is None:
@@ -306,7 +306,7 @@ class _Sources:
 
     def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:
         """Return the factors of a linear's outputs, (N,); ones unless `scaled`."""
-        # Of fused linears, some may feed no other linear, e.g. q and k of q/k/v; they keep their scale.
+        # Some linears of a fused group, e.g. q and k of q/k/v, may feed no other linear; they keep their scale.
         if not scaled:
             return torch.ones(self.original.info(f"{module}.weight").shape[0])
         weight, target = self._pair(module)
@@ -323,18 +323,18 @@ class _Sources:
 def build_with_bias(
     weight: Tensor | QuantizedTensor, reader: CheckpointReader, module: str, model: NativeModel
 ) -> Linear:
-    """Build a linear of this weight, with the bias that a checkpoint has for a module, for the kernels of a model."""
+    """Build a linear from a weight and the bias that a checkpoint stores for a module, in a model's dtype."""
     bias = reader.tensor(f"{module}.bias").to(model.device, model.dtype) if f"{module}.bias" in reader else None
     return build_linear(weight, bias=bias, dtype=model.dtype, device=model.device)
 
 
 def _ratio(weight: Tensor, target: Tensor, dim: int) -> Tensor:
-    """Return the factors that make a weight most similar to a target by least squares.
+    """Return the factors that scale a weight as close to a target as possible, by least squares.
 
     Args:
         weight, target: (N, K).
         dim: 1 = one factor per row, 0 = one factor per column.
     """
     norm = (weight * weight).sum(dim)
-    # Least squares for a single factor has this closed form; a weight of zeros leaves the factor open.
+    # Least squares for a single factor has this closed form. For a weight of zeros, every factor is equally good.
     return torch.where(norm == 0, torch.ones_like(norm), (weight * target).sum(dim) / norm)

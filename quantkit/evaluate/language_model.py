@@ -1,8 +1,8 @@
 """Adapter from lm-eval's `LM` interface to the engine, with prefix sharing and continuous batching.
 
-The adapter behaves like lm-eval's `HFLM` for decoder-only models: it makes the same tokens, truncates texts from the
-left and ends answers in the same way. Trailing spaces of a context belong to the continuation, and BOS is added if the
-tokenizer or `add_bos_token` says so. Module `lm_eval_run` runs tasks. Importing this module needs lm-eval, which
+The adapter behaves like lm-eval's `HFLM` for decoder-only models: it produces the same tokens, truncates texts from
+the left and ends answers in the same way. Trailing spaces of a context belong to the continuation, and BOS is added if
+the tokenizer or `add_bos_token` says so. Module `lm_eval_run` runs tasks. Importing this module needs lm-eval, which
 the extra `eval` installs.
 
     lm_eval --model quantkit --model_args pretrained=OUT,kv_cache=int8 --tasks hellaswag
@@ -72,7 +72,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             count = None if batch_size in (None, "auto", 1, "1") else int(str(batch_size).removeprefix("auto:"))
             self.llm = load_llm(pretrained, **({"max_sequences": count, **settings} if count else settings))
         if self.llm.tokenizer is None:
-            raise RequestError(f"{self.llm.path} has no usable tokenizer, and tasks need one")
+            raise RequestError(f"{self.llm.path} has no usable tokenizer; tasks need a tokenizer")
         self.tokenizer = self.llm.tokenizer
         self.add_bos_token = add_bos_token
         self.batch_size = self.llm.engine.config.max_sequences

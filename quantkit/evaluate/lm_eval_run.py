@@ -138,7 +138,7 @@ def _quiet() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        # Progress bars bypass logging and write to stderr, so the stream itself is exchanged.
+        # Progress bars bypass logging and write to stderr, so the stream itself is replaced.
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
@@ -164,7 +164,7 @@ def task_results(results: Mapping[str, Any], count_tokens: Callable[[str], int])
 
 def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[str], int]) -> TaskResult:
     numbers, config = results["results"][name], results["configs"][name]
-    # lm-eval names a number `metric,filter`; entries without a comma, such as the alias, are no metrics.
+    # lm-eval names a number `metric,filter`; entries without a comma, such as the alias, are not metrics.
     values = {key: float(value) for key, value in numbers.items() if "," in key and _is_number(value)}
     scores = {key: value for key, value in values.items() if "_stderr," not in key}
     main = _main_key(list(scores), [entry["metric"] for entry in config.get("metric_list") or []])
@@ -192,7 +192,7 @@ def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[
 
 def _main_key(keys: list[str], declared: list[str]) -> str:
     """Return the key `metric,filter` of a task's main metric, see `FAVOURITES`; the first key if nothing matches."""
-    # Reversed, so that of several filters of one metric the first stays in the dict.
+    # Reversed, so that the dict keeps the first of several filters of a metric.
     known = {key.split(",", 1)[0]: key for key in reversed(keys)}
     return next((known[metric] for metric in (*FAVOURITES, *declared) if metric in known), keys[0])
 

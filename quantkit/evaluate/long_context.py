@@ -1,4 +1,4 @@
-"""Measure long-context retrieval: the model must repeat facts that stand somewhere in a long text.
+"""Measure long-context retrieval: the model must repeat facts from somewhere in a long text.
 
 The texts have several lengths. Prompts run like ordinary requests, so generation reads keys and values from the
 configured KV cache, quantized or not. For models of the demo language, the fact is an entry of a ledger, and clauses
@@ -40,7 +40,7 @@ def long_context(
         DataError: no length fits the context, or there is no tokenizer.
     """
     if llm.tokenizer is None:
-        raise DataError(f"{llm.path} has no usable tokenizer, and a long-context test needs one")
+        raise DataError(f"{llm.path} has no usable tokenizer; a long-context test needs a tokenizer")
     is_short = ledgers is not None or part.kinds == ("passkey",)
     longest = llm.capacity - (ANSWER_TOKENS if is_short else SEVERAL_TOKENS)
     fitting = sorted({length for length in part.lengths if length <= longest})
@@ -65,7 +65,7 @@ def _needles(
     tokenizer = llm.tokenizer
     for depth in depths:
         for sample in range(samples):
-            # One generator per text: another length, depth or sample leaves all other texts as they are.
+            # One generator per text, so that adding a length, depth or sample does not change the other texts.
             rng = random.Random(f"{seed} {length} {depth} {sample}")
             # verbose=False: the tokenizer warns about every text that is longer than its nominal limit.
             yield write(rng, depth, lambda text: len(tokenizer(text, verbose=False)["input_ids"]) <= length)

@@ -38,7 +38,7 @@ class Needle:
     Args:
         prompt: text and question; the answer follows directly.
         answers: a single text that the generated text must begin with, or several words that it must contain.
-        wrong: words that each count against one right answer.
+        wrong: wrong words; each one that the text contains cancels one right answer.
         depth: relative position of the only fact: 0 at the beginning, 1 at the end; None = several facts.
     """
 
@@ -116,7 +116,7 @@ def write_words(rng: random.Random, _: float, fits: Fits) -> Needle:
     def text(count: int) -> str:
         drawn = random.Random(seed)
         listed: list[str] = []
-        for number in range(count):  # one common word in a block of ten; so the end of the list alone tells little
+        for number in range(count):  # ten words with one common word, so the end of the list tells little
             block = [common[number % 3], *drawn.sample(others, 9)]
             drawn.shuffle(block)
             listed += block
@@ -198,7 +198,7 @@ def _filled(text: Callable[[int], str], fits: Fits) -> str:
         DataError: even without filler, the text does not fit.
     """
     if not fits(text(0)):
-        raise DataError("the facts and the question alone are longer than a length of the long-context test; raise it")
+        raise DataError("the facts and the question alone exceed a length of the long-context test; raise this length")
     high = 1
     while fits(text(high)):
         high *= 2

@@ -20,7 +20,7 @@ class EvaluationOptions:
         None, "Set of tasks: quick, standard, long-context or none.", flag="--suite NAME|FILE", shown="quick"
     )
     tasks: tuple[str, ...] = setting(
-        (), "Names of lm-eval's or quantkit's own tasks; repeatable.", flag="--tasks A,B", commas=True
+        (), "Names of tasks of lm-eval or quantkit; repeatable.", flag="--tasks A,B", commas=True
     )
     include_path: tuple[Path, ...] = setting(
         (), "Folder with further lm-eval task files; repeatable.", flag="--include-path DIR", kind=Path

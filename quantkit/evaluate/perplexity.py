@@ -128,7 +128,7 @@ def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
 
 
 def token_ids(llm: Evaluated, text: str | Sequence[int]) -> list[int]:
-    """Return the token ids of a text, without BOS; token ids are returned as they are."""
+    """Return the token ids of a text, without BOS; a text that is given as token ids is returned unchanged."""
     if not isinstance(text, str):
         return list(text)
     if llm.tokenizer is None:

@@ -86,7 +86,7 @@ class Expect(_Strict):
     Args:
         calls: names of tools that must be called; empty = no tool may be called.
         json_: keys that the answer must have; the answer must be one JSON object and nothing else.
-        csv_: number of columns that every line must have; the answer must be CSV.
+        csv_: number of columns that every line must have; the answer must be CSV with at least two lines.
         items: number of lines that must begin with a dash, a star or a number.
         line: text with which at least one line must begin.
         options: allowed answers; the whole answer must be one of them.
@@ -211,7 +211,7 @@ def read_prompts(path: Path | None = None) -> tuple[Prompt, ...]:
     """
     path = path or BUNDLED
     prompts = []
-    # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
+    # Not splitlines, which also splits at U+2028, a character that JSON texts may contain unescaped.
     for number, line in enumerate(read_text(path, DataError, _MAX_BYTES).split("\n"), start=1):
         where = f"{path}:{number}"
         if len(line) > _MAX_LINE:

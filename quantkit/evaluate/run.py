@@ -54,9 +54,9 @@ def evaluate(
     Args:
         llm: model from `loading.load_llm`, or another loaded model.
         options: options of the evaluation; None = the suite `quick`, or no suite if `asked_for` has any fields.
-        progress: callback for lines of progress.
+        progress: callback for progress messages.
         traces: the model's answers to the behaviour test, if they exist already; None = let the model answer now.
-        share: only the first 1 / `share` of each task's items and of each text's windows are asked.
+        share: use only the first 1 / `share` of each task's items and of each text's windows.
         asked_for: fields of `EvaluationOptions` that override `options`.
     Raises:
         DataError: there is nothing to evaluate, a task or text is not available, or lm-eval is missing.
@@ -173,7 +173,7 @@ def _perplexities(
             llm,
             text,
             data=part.text,
-            # One suite serves models of different contexts: a window is shortened to the context, not refused.
+            # A suite is used for models with different contexts, so a window is shortened to the context, not refused.
             window=None if part.window is None else min(part.window, llm.capacity),
             stride=part.stride,
             through=through,

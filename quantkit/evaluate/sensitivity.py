@@ -59,7 +59,7 @@ class Replay:
 
     @contextmanager
     def start(self, groups: Sequence[FusedGroup]) -> Iterator[None]:
-        """Run one measurement inside the `with` block. Skip the layers that are as in the previous measurement.
+        """Run one measurement inside the `with` block, without the first layers if the cache holds their result.
 
         Args:
             groups: groups that are quantized in this measurement.
@@ -116,9 +116,9 @@ def _copied(x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return x.clone(), None if pending is None else pending.clone()
 
 
-MAX_TOKENS, FEW_TOKENS = 4096, 1024  # of text; few for a map that was not asked for
+MAX_TOKENS, FEW_TOKENS = 4096, 1024  # maximum tokens of text; the second for a map that was not requested
 REFERENCE_BYTES = 1 << 29  # maximum for the original's logits, with which every group is compared
-MARGIN = 0.8  # share of a goal that a proposal may use, because it will be compressed anew and measured on other text
+MARGIN = 0.8  # share of a limit that a proposal may use, because it is compressed again and measured on other text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,18 +154,18 @@ def sensitivity_map(
     max_tokens: int = MAX_TOKENS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SensitivityMap:
-    """Measure the KL of the original with each fused group quantized alone.
+    """Quantize one fused group of the original at a time, and measure the KL that this causes.
 
     Args:
         llm: the quantized model.
         original: the original, loaded in the same dtype; unchanged on return.
-        windows: windows of token ids; only as many as fit this module's limits are used.
+        windows: windows of token ids; only the first ones are used, see `few`.
         data: name of the text, for the record.
         goal: limits that a proposal has to meet; None = make no proposal.
         ignored: patterns that the recipe already ignores; a proposal keeps them.
         moved: see `find_fused_groups`.
         max_tokens: maximum number of tokens of text.
-        progress: callback for lines of progress.
+        progress: callback for progress messages.
     Raises:
         ModelError: the vocabularies differ; see also `find_fused_groups`.
     """

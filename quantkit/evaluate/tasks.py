@@ -386,7 +386,7 @@ def _load(manager: Any, name: str, ours: dict[str, Path]) -> list[Any]:
             instead += f" ({next(iter(config['dataset_kwargs']['data_files'].values()))})"
         raise DataError(
             f"task {name!r}: its items cannot be downloaded ({type(error).__name__}: "
-            f"{first_line(error).rstrip('.')}); {instead}; verify and eval leave a suite's tasks out with --suite none"
+            f"{first_line(error).rstrip('.')}); {instead}; with --suite none, verify and eval skip the suite's tasks"
         ) from error
     groups = loaded["groups"]
     return [groups[name]] if name in groups else list(loaded["tasks"].values())

@@ -1,6 +1,6 @@
-"""Bounds of the distance from the original, for serving engines, which give only the likeliest tokens of each position.
+"""Bounds on the distance from the original, for serving engines that give only the likeliest tokens of each position.
 
-See `fidelity` for the distance itself; `bounds` computes two numbers that KL lies between.
+See `fidelity` for the distance itself. `bounds` computes a lower and an upper bound of KL.
 """
 
 from __future__ import annotations

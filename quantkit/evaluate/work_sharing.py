@@ -18,16 +18,16 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import Completion, PromptScores, SamplingParams, ScoredText
 
 _LINES, _PAUSE_S = 20, 2.0  # maximum progress lines per job; minimum seconds between two lines
-_PARTS = 4  # the number of batches is a multiple of it, so that two or four ranks get equal work
-# Minimum and maximum size of a batch: tokens of prompts in prefill; texts scored token by token, and answers generated,
-# of which a few take nearly as long as many.
+_PARTS = 4  # many items give a multiple of this number of batches, so that two or four ranks get equal work
+# Minimum and maximum size of a batch: tokens of prompts in prefill, texts to score token by token, and answers to
+# generate. A few of these texts or answers take nearly as long as many.
 _TOKENS, _SCORED, _GENERATED = (1024, 4096), (8, 32), (16, 64)
 
 Say = Callable[[str], None]
 
 
 def about(subject: str, say: Say) -> Say:
-    """Return a callback that puts a subject before each line of progress."""
+    """Return a callback that puts a subject before each progress message."""
     return lambda line: say(f"{subject}: {line}")
 
 
@@ -35,7 +35,7 @@ class Meter:
     """Reports progress and the estimated remaining time: at most once per 5 % of the work, and at most every 2 seconds.
 
     Args:
-        say: callback for a line of progress; None = report nothing.
+        say: callback for progress messages; None = report nothing.
         items: noun for the items, e.g. "requests".
         weights: relative time of each item, in the order of computation.
     """
@@ -46,7 +46,7 @@ class Meter:
         self._line = 0
 
     def reach(self, done: int) -> None:
-        """Report that this rank has reached item number `done`; all items before it count as done."""
+        """Report that the first `done` items are done; in a distributed run, other ranks may still compute some."""
         if self._say is None:
             return
         share, now = self._ends[done - 1] / self._ends[-1], time.monotonic()
@@ -75,7 +75,7 @@ def score_in_turns(
         say: callback for progress; every rank calls its own.
         items: noun for the texts in progress lines.
     """
-    if not isinstance(llm, LLM):  # vLLM, which is no part of a distributed run
+    if not isinstance(llm, LLM):  # vLLM, which never takes part in a distributed run
         meter = Meter(say, items, [len(text.ids) for text in texts])
         return llm.score_tokens(texts, chunk_size=chunk_size, progress=_counted(meter, 0))
     # Sorted as in the engine: neighbours share their beginnings, which a batch computes only once.
@@ -117,7 +117,7 @@ def generate_in_turns(
     """
     if not isinstance(llm, LLM):
         return llm.generate(prompts, params)
-    # A request without a seed draws by its number, which differs from rank to rank.
+    # Without a seed, a request's random numbers depend on its number, which differs from rank to rank.
     seeded = [replace(each, seed=n) if each.seed is None else each for n, each in enumerate(params)]
 
     meter = Meter(say, "answers", [1] * len(prompts))

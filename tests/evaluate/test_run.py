@@ -281,7 +281,7 @@ def test_kinds_are_asked_one_by_one(stranger):
         ("variables_400", 2, {}),
         ("words_400", 2, {}),
     ]
-    with pytest.raises(DataError, match="the facts and the question alone are longer than a length"):
+    with pytest.raises(DataError, match="the facts and the question alone exceed a length"):
         long_context(stranger, LongContext(lengths=(40,), samples=1, kinds=("variables",)))
 
 

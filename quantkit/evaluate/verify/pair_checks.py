@@ -50,7 +50,7 @@ class Pair:
         gates: gates to check.
         gates_given: whether the user named the gates; otherwise they come from the recipe.
         has_adapter: whether an adapter was merged into the checkpoint, by this run or an earlier one.
-        adapter: folder of this adapter, to be merged into the original too; None = the original is taken as it is.
+        adapter: folder of this adapter, to be merged into the original too; None = the original is used unchanged.
         hashes: SHA-256 of the checkpoint's files, keyed by name.
         notes: unusual facts, for the user.
     """
@@ -95,7 +95,7 @@ class Pair:
             )
         if vllm and self.adapter is not None:
             raise RequestError(
-                f"vLLM cannot merge the adapter {self.adapter} into the original; merge them with PEFT's "
+                f"vLLM cannot merge the adapter {self.adapter} into the original; merge it with PEFT's "
                 "merge_and_unload, and give the merged model as --baseline"
             )
 
@@ -127,13 +127,13 @@ def check_pair(
         baseline: directory or hub id of the original; None = the model that quantkit-run.json names.
         gates: gates to check; None = the recipe's gates.
         adapters: adapters that the user named, see `EngineConfig`. If an adapter was merged into the checkpoint, the
-            first one is this adapter, which is now elsewhere.
+            first of them is taken to be that adapter, in its current folder.
     Raises:
         ModelError, DataError: a model or a merged adapter does not exist, or the vocabularies differ.
         CheckpointError: a file is damaged, or has changed since it was written.
         GateError: a gate is not valid.
     """
-    # Check the user's own gates first, so that a typing error is reported before gigabytes are hashed.
+    # Check the user's own gates first, so that a typo is reported before gigabytes are hashed.
     given = None if gates is None else check_gates(gates)
     path = resolve(str(checkpoint))
     reader = CheckpointReader(path)
@@ -150,11 +150,11 @@ def check_pair(
     adapter: Path | None = None
     of_adapter: tuple[str, ...] = ()
     if len(missing) > 1:  # `LLM` merges one
-        of_adapter = (f"{len(missing)} adapters were merged into the checkpoint; the original is taken as it is.",)
+        of_adapter = (f"{len(missing)} adapters were merged into the checkpoint; the original is used unchanged.",)
     elif missing:
         named = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
         identity = section(manifest, "identity")
-        # An adapter of an earlier run was merged into other files than those that this run read.
+        # An adapter of an earlier run was not merged into the files that this run read.
         known = section(identity, "source") if identity.get("adapter") in missing else {}
         adapter, of_adapter = _adapter(path, missing[0], named, None if baseline is None else original, known)
     hashes, notes = check_files(reader, manifest)
@@ -182,12 +182,12 @@ def _adapter(
         path: directory of the checkpoint.
         digest: digest of the adapter that was merged into it.
         named: folder of the adapter, as the user or quantkit-run.json says.
-        given: reader of the original, if the user named it. Other files than those that the adapter was merged into
-            are taken to have the adapter already, unless quantkit made them.
+        given: reader of the original, if the user named it. If its files differ from those that the adapter was merged
+            into, they are assumed to contain the adapter already, unless quantkit made them.
         known: digests of the files that the adapter was merged into, keyed by name; empty = unknown.
     Raises:
         ModelError: there is no such folder, or quantkit made the original without the adapter.
-        CheckpointError: the folder holds another adapter.
+        CheckpointError: the folder holds a different adapter.
     """
     if given is not None and known and any(known.get(file.name) != file_digest(file) for file in given.files):
         if read_manifest(given.path):  # quantkit made it, and would have noted the adapter
@@ -209,7 +209,7 @@ def _adapter(
             f"{folder} is not the adapter that was merged into {path}: its SHA-256 is {own[:12]}... instead of "
             f"{digest[:12]}...; give the folder of that adapter as --adapter"
         )
-    return folder, (f"The original is {folder.name} merged into the model that the checkpoint was made from.",)
+    return folder, (f"The original is the model that the checkpoint was made from, with {folder.name} merged into it.",)
 
 
 def check_gates(gates: Iterable[str]) -> tuple[str, ...]:

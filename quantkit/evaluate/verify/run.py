@@ -1,8 +1,8 @@
 """Run a verification: evaluate both models, compare their distributions, time both, and check the gates.
 
 The checkpoint and its original both run in the bundled runtime, with the same settings except those that belong to the
-compression (KV cache, quantized head, speculation). The original also runs in another dtype; the
-changes that this causes are noise. The models are evaluated first, and freed before anything is timed.
+compression (KV cache, quantized head, speculation). The original also runs in another dtype; the changes that the
+dtype causes are noise. The models are evaluated first, and freed before anything is timed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def verify_pair(
     Args:
         pair: the checked pair; see `check_pair`.
         options: options of the verification; None = the defaults.
-        progress: called with lines of progress.
+        progress: callback for progress messages.
         keep: called with the report so far, before the sensitivity map is made, which may take long.
     Raises:
         DataError: tasks or texts are not available.
@@ -201,9 +201,7 @@ class _Verification:
         return replace(report, gates=tuple(evaluate_gates(report, self.gates(report))))
 
     def gates(self, report: Report) -> tuple[str, ...]:
-        """Return the gates to check: the user's gates; or the recipe's gates, and gates on behaviour that the original
-        shows often enough.
-        """
+        """Return the gates to check: the user's gates; or, if the recipe has gates, these and `behaviour_gates`."""
         own = () if self.pair.gates_given or not self.pair.gates else behaviour_gates(report)
         return tuple(dict.fromkeys((*self.pair.gates, *own)))
 
@@ -216,7 +214,8 @@ class _Verification:
         """
         asked = self.options.evaluation
         plan = behaviour_plan(original, asked)
-        own = plan and behaviour_plan(llm, replace(asked, behaviour=True))  # a lost template is an error
+        # An error if only the original has a chat template.
+        own = plan and behaviour_plan(llm, replace(asked, behaviour=True))
         if plan is None or own is None:
             return None, (None, None), ()
         notes: tuple[str, ...] = ()
@@ -246,7 +245,7 @@ class _Verification:
         return evaluate(llm, asked, progress=about(name, self.progress), traces=traces, share=share)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
-        """Add a sensitivity map to the report; a note instead if it was not requested and cannot be made."""
+        """Add a sensitivity map to the report, or a note if the map cannot be made and was not requested."""
         asked = self.options.sensitivity
         assert report.fidelity is not None
         try:
@@ -308,7 +307,7 @@ class _Verification:
         ), text[1]
 
     def served_timed(self, bench: BenchmarkOptions, report: Report) -> Report:
-        """Add latencies of both models in vLLM to the report, measured one after the other."""
+        """Time the original and then the checkpoint in vLLM, and add their latencies to the report."""
         vllm = self.options.vllm or {}
         (path, engine), (source, plain) = self.sides
         theirs = measure_served(source, bench, of_the_original(vllm), plain, self.progress)
@@ -321,7 +320,7 @@ class _Verification:
         )
 
     def timed(self, bench: BenchmarkOptions, report: Report) -> Report:
-        """Add latency, memory and diagnosis of both models to the report, measured in turns."""
+        """Time both models in turns, and add their latency and memory and a diagnosis to the report."""
         self.progress("loading both models for timing")
         names = report.model.name, self.pair.baseline_name
         target, baseline = (
