@@ -184,7 +184,7 @@ def with_one_adapter(engine: dict[str, Any]) -> dict[str, Any]:
     names = list(adapter_folders(engine.get("adapters", ())))
     if len(names) > 1:
         raise click.UsageError(
-            f"--adapter is given {len(names)} times, but this command computes with one; `quantkit serve` takes several"
+            f"--adapter is given {len(names)} times, but this command uses only one; `quantkit serve` takes several"
         )
     return {**engine, "adapter": names[0]} if names else engine
 
@@ -258,7 +258,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
             try:
                 function(*args, **values)
             except (GateFailure, click.exceptions.Exit) as error:
-                # A verdict, not a failure: raised inside the block, it would end processes that may still be writing.
+                # A verdict, not a failure; if raised in this block, it would end processes that may still be writing.
                 verdict = error if is_writer() else None
         if verdict is not None:
             raise verdict
@@ -273,7 +273,7 @@ def _engine_option(text: str) -> tuple[str, Any]:
 
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise click.UsageError(f"--engine-option {text!r} has no '='; write it as tensor_parallel_size=2")
+        raise click.UsageError(f"--engine-option {text!r} is not NAME=VALUE; write e.g. tensor_parallel_size=2")
     return name.strip().replace("-", "_"), parse_yaml(value, f"--engine-option {name}", RequestError)
 
 

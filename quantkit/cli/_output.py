@@ -92,7 +92,7 @@ def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     if verbose and not isinstance(error, click.exceptions.ClickException | click.Abort):
         traceback.print_exception(error, file=sys.stderr)
     code, text = explain(error)
-    if code == ResourceError.exit_code:  # errors at exit would only repeat it
+    if code == ResourceError.exit_code:  # errors at exit would only repeat this one
         atexit.register(setattr, sys, "unraisablehook", lambda _: None)
     if as_json:
         with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ class Output:
         return is_writer() and not (self.as_json or self.quiet)
 
     def tell(self, text: str) -> None:
-        """Print a line of progress or a warning, if the user wants them."""
+        """Print a progress message or a warning, if the user wants them."""
         if self.shows_progress:
             say(text, self.stream)
 
@@ -188,7 +188,7 @@ class Output:
 
         Args:
             data: object for --json.
-            shown: parts that people see, separated by blank lines; None is left out.
+            shown: parts to print for people, separated by blank lines; None is skipped.
         """
         if not is_writer():
             return

@@ -142,7 +142,7 @@ def showing_layers(output_to: Output) -> Any:
         if sys.stderr.isatty():
             # `\x1b[K` erases the rest of the line, because the previous name may have been longer.
             click.echo(f"\r{done}/{total} {name}\x1b[K" + ("\n" if done == total else ""), nl=False, err=True)
-        elif time.monotonic() - shown_s >= 10:  # in a file carriage returns erase nothing
+        elif time.monotonic() - shown_s >= 10:  # in a file, a carriage return erases nothing
             shown_s = time.monotonic()
             say(f"{done}/{total} {name}")
 

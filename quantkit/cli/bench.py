@@ -161,7 +161,7 @@ def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: 
     from quantkit.checkpoints.tokenizer import load_tokenizer
     from quantkit.server.client import Remote
 
-    remote, vocab_size, avoid = Remote(url), COMMON_TOKENS, tuple(range(10))  # the first ones are often special
+    remote, vocab_size, avoid = Remote(url), COMMON_TOKENS, tuple(range(10))  # the first ids are often special
     if checkpoint is not None:
         tokenizer = load_tokenizer(resolve(checkpoint))
         vocab_size, avoid = len(tokenizer), tuple(tokenizer.all_special_ids)

@@ -46,7 +46,7 @@ def command(output_to: Output, *, checkpoint: str | None, other: str | None, dev
         _show_kernels(output_to, device)
         return
     if device is not None or checkpoint is None:
-        raise click.UsageError("give a CHECKPOINT, or --device without one")
+        raise click.UsageError("give either CHECKPOINT or --device")
     from quantkit.inspection import compare, inspect
     from quantkit.report.tables import engine_table, module_table
 
@@ -97,7 +97,7 @@ def _overview(summary: CheckpointSummary) -> Table:
 
 
 def _layers(summary: CheckpointSummary) -> Table | str | None:
-    if summary.format == "gguf":  # such a file has no room for errors of layers
+    if summary.format == "gguf":  # a GGUF file cannot store errors per layer
         return None
     if not summary.layers:
         return "no per-layer errors: quantkit.json is missing or lists none"

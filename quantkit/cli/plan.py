@@ -144,7 +144,7 @@ def _overview(plan: Estimate) -> Table:
         schemes = plan.schemes if plan.recipe is not None else plan.schemes[:1]
         sizes = ", ".join(f"{byte_size(mtp_bytes(shape, scheme))} {scheme.name}" for scheme in schemes)
         number = f"{len(shape.mtp)}, " if shape.mtp else ""
-        text = f"{number}{scaled_count(shape.mtp_parameters)} parameters beside those above"
+        text = f"{number}{scaled_count(shape.mtp_parameters)} parameters in addition to those above"
         rows.append(("MTP heads", f"{text}; in files {sizes}; not counted in memory"))
     if shape.layers:
         rows += [
@@ -249,7 +249,7 @@ def _footnote(plan: Estimate) -> str:
         return f"{text} Give --device NAME or --memory SIZE to see what fits and how fast it could be."
     if plan.shape.layers:
         text += (
-            f" batch: the largest number of sequences of {plan.context:,} tokens that fit; context: the longest that "
+            f" batch: the maximum number of sequences of {plan.context:,} tokens that fit; context: the longest that "
             f"fits at batch {plan.batch}, up to the model's own limit. 5 % of the memory is kept in reserve."
         )
     rates = [f"{device.bandwidth / 1e12:.3g} TB/s"] if device.bandwidth else []

@@ -38,7 +38,7 @@ _FIELDS: Settings = {
     ),
     "imatrix": setting(
         None,
-        "Importance matrix from llama.cpp: how much errors of each input matter. It replaces calibration data.",
+        "Importance matrix from llama.cpp: how much an error in each input matters. It replaces calibration data.",
         flag="--imatrix FILE",
     ),
     "format": setting(None, "On-disk format of the result.", flag="--format NAME", shown=_RECIPES),
@@ -59,7 +59,7 @@ _NPROC = setting(
 _ENGINE = setting(
     None,
     "Engine that must be able to read the result, with its device if known: vllm, vllm:h100, vllm:cpu, sglang, "
-    "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. quantkit refuses at once if the engine could not "
+    "transformers, llama.cpp, openvino, onnxruntime or tensorrt-llm. quantkit stops at once if the engine cannot "
     "read the result.",
     flag="--for ENGINE[:DEVICE]",
 )
@@ -77,7 +77,9 @@ _ADAPTER = setting(
 @option_group("fields", _FIELDS)
 @option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE, "adapter": _ADAPTER})
 @push_option
-@click.option("--verify", is_flag=True, help="Verify the result. If a gate fails, keep it as DIR.failed; exit code 3.")
+@click.option(
+    "--verify", is_flag=True, help="Verify the result. If a gate fails, rename it to DIR.failed and exit with code 3."
+)
 @gate_option
 def command(
     output_to: Output,
@@ -116,7 +118,7 @@ def command(
     with importing("torch"):
         import quantkit.compress.recipe  # noqa: F401
     with distributed.joined(explain):
-        # Only one process reads it, because all would report the same error at once.
+        # Only one process reads the recipe, because all would report the same error at once.
         read: Any = _read(recipe, changes, fields, gates, verify) if distributed.is_writer() else None
         if not verify:  # these changes would also affect what verification measures
             spare_memory()
@@ -132,9 +134,9 @@ def command(
 
 
 def _with_one_adapter(how: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with a single adapter; without this check, all but the last would be lost without a word."""
+    """Return the options with a single adapter; without this check, all but the first would be ignored silently."""
     if len(adapters := how.get("adapter", ())) > 1:
-        raise click.UsageError(f"--adapter is given {len(adapters)} times, but quantkit merges one adapter")
+        raise click.UsageError(f"--adapter is given {len(adapters)} times, but quantkit merges only one adapter")
     return {**how, "adapter": adapters[0]} if adapters else how
 
 
@@ -159,7 +161,7 @@ def _compressed(
     from quantkit import distributed
     from quantkit.cli._progress import listening
 
-    is_writer, recipe = distributed.is_writer(), distributed.broadcast(recipe)  # after the imports of all
+    is_writer, recipe = distributed.is_writer(), distributed.broadcast(recipe)  # after every process has imported
     with listening(output_to if is_writer else replace(output_to, quiet=True)) as listener:
         result = pipeline.quantize(model, recipe, output, listener=listener, **how)
     return result if is_writer else None

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 _START = (
-    "Recipe to start from.  [default: gptq-int4; gguf-q4_k for gguf; one that keeps the weights for --kv-bits alone]"
+    "Recipe to start from.  [default: gptq-int4; with --format gguf, gguf-q4_k; with --kv-bits alone, a recipe that "
+    "leaves the weights unchanged]"
 )
 
 
@@ -44,8 +45,8 @@ def command(
     """Measure the loss of each part of MODEL at each number of bits, choose the bits that meet a target, and write a
     recipe.
 
-    Without MODEL, the bundled demo model is used. The recipe can be given to `quantkit quantize` as it is. The expected
-    and the measured KL are printed and written into the recipe.
+    Without MODEL, the bundled demo model is used. The recipe can be passed unchanged to `quantkit quantize`. The
+    expected and the measured KL are printed and written into the recipe.
 
     \b
     Examples:
@@ -58,7 +59,7 @@ def command(
       quantkit search --bits 4.5 --kv-bits 4
     """
     if not target or len(target.keys() - {"kv_bits"}) > 1:
-        raise click.UsageError("give one of --bits, --size, --kl and --recovery, or --kv-bits, or one of each")
+        raise click.UsageError("give exactly one of --bits, --size, --kl and --recovery, or --kv-bits, or both")
     from quantkit.bit_search import cache_run, run
     from quantkit.bit_search.setup import start_recipe
 
@@ -71,7 +72,7 @@ def command(
         output_to.result(chosen.to_dict(), summary, choices, _written(chosen))
         return
     result = run.search_recipe(model, asked, options, progress=output_to.tell)
-    written = _written(result, verify=options.recipe.format != "gguf")  # `quantize --verify` takes no file
+    written = _written(result, verify=options.recipe.format != "gguf")  # `quantize --verify` supports no GGUF files
     cache = None if result.kv_cache is None else _cache_choices(result.kv_cache)
     output_to.result(result.to_dict(), _summary(result), _choices(result), cache, written)
     output_to.require(result.reached, _missed(result))

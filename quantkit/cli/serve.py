@@ -65,7 +65,7 @@ class ServeOptions:
 def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None, options: dict[str, Any]) -> None:
     """Serve CHECKPOINT, a directory or a hub id; without it, the bundled demo model.
 
-    With --adapter, requests choose an adapter by giving its name as `model`; repeatable.
+    With --adapter, which is repeatable, a request chooses an adapter by giving the adapter's name as `model`.
 
     The server runs until SIGTERM or Ctrl-C; it then answers open requests before it ends. `/health`, `/ready` and
     `/metrics` are for operators; `/openapi.json` describes the other routes.

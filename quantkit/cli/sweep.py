@@ -55,7 +55,7 @@ def command(
     """Compress each of MODELS with each of RECIPES, and verify the results. Separate names with commas; `demo` is the
     bundled model.
 
-    Each pair of a model and a recipe is a trial, which runs in its own process on this machine or as a task of Ray.
+    Each pair of a model and a recipe is a trial, which runs in its own process on this machine, or as a Ray task.
     Finished trials are kept, so the same command continues where it stopped. If a trial fails, a table shows the
     reason, and the sweep ends with the trial's exit code.
 

@@ -43,7 +43,7 @@ drift_option = click.option(
     "--drift",
     metavar="TOKENS",
     callback=lambda _ctx, _option, text: None if text is None else parse_tokens(text, "--drift"),
-    help="Compare the distributions while decoding so many tokens, e.g. 2k.  [default: off]",
+    help="Compare the distributions while decoding this many tokens, e.g. 2k.  [default: off]",
 )
 
 
@@ -198,7 +198,7 @@ def command(
     gates: tuple[str, ...] | None,
     **what: Any,
 ) -> None:
-    """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate gives exit code 3.
+    """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate sets exit code 3.
 
     Writes report.json, report.html, junit.xml and README.md, the model card. With --adapter, both models use the
     adapter; if it was merged into CHECKPOINT, --adapter says where it is.

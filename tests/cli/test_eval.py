@@ -136,7 +136,7 @@ def test_vllm_computes_where_it_is_asked_to(run, monkeypatch, tmp_path, text_fil
     ("args", "code", "message"),
     [
         (("--engine-option", "a=1"), 2, "--engine-option works only with --engine vllm"),
-        (("--engine", "vllm", "--engine-option", "a"), 2, "--engine-option 'a' has no '='"),
+        (("--engine", "vllm", "--engine-option", "a"), 2, "--engine-option 'a' is not NAME=VALUE"),
         (("--engine", "vllm", "--engine-option", "a={"), 4, "--engine-option a"),
         (("--engine", "vllm"), 4, "vLLM does not support threads"),
     ],
