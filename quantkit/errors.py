@@ -35,7 +35,7 @@ class QuantkitError(Exception):
 
 
 class InputError(QuantkitError):
-    """Some input of the user cannot be used."""
+    """Input from the user cannot be used."""
 
     exit_code = 4
 
@@ -87,7 +87,7 @@ class GateFailure(QuantkitError):
 
 
 class ResourceError(QuantkitError):
-    """Disk, memory or device memory is full, or only Linux can do this; the message says what to do."""
+    """Disk, memory or device memory is full, or the operation needs Linux; the message says what to do."""
 
     exit_code = 5
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _DEVICE: Settings = {
     "name": setting(
         None,
-        "Show what fits on this device, and how fast it could be: h200, h100, a100, l40s, 4090, ...",
+        "Device (h200, h100, a100, l40s, 4090, ...) to plan for: what fits on it, and how fast it could be.",
         flag="--device NAME",
     ),
     "memory_bytes": setting(
         None,
-        "Memory to plan for, such as 24GiB, without --device or instead of the device's memory.",
+        "Memory to plan for, such as 24GiB; with --device, instead of the device's memory.",
         flag="--memory SIZE",
         read=parse_bytes,
     ),

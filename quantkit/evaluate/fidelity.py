@@ -263,7 +263,7 @@ def _chunk_size(llm: LLM, windows: Windows) -> int:
 
 
 def compare_windows(llm: LLM, windows: Windows, reference: Sequence[Tensor]) -> Distances:
-    """Return the distances of a model with a quantized cache from known logits; up to 16 windows are decoded at once.
+    """Compare a model that has a quantized cache with known logits of the original; decode up to 16 windows at once.
 
     Args:
         llm: the model.

@@ -77,7 +77,7 @@ class Rescaled(WrappedLinear):
 def swapped(groups: list[FusedGroup]) -> Iterator[None]:
     """Replace groups of the original model by their quantized versions inside the `with` block.
 
-    Steps must run layer by layer inside it, see `Runner.layer_by_layer`.
+    Inside the block, steps must run layer by layer, see `Runner.layer_by_layer`.
     """
     kept = [getattr(*group.part) for group in groups]
     try:

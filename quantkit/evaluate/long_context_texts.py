@@ -1,4 +1,4 @@
-"""Long texts with facts to find, and questions about them; `long_context` asks them.
+"""Long texts with facts to find, and questions about them; `long_context` asks these questions.
 
     passkey      one pass key
     multikey     eight names with a pass key each; the question asks for one of them

@@ -123,7 +123,7 @@ def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
     if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
     if llm.tokenizer is None or llm.tokenizer.bos_token_id is None:
-        raise DataError(f"add_bos is set, but {llm.path} has no tokenizer with a BOS token")
+        raise DataError(f"add_bos is set, but {llm.path} has no tokenizer with a BOS token; leave add_bos out")
     return (llm.tokenizer.bos_token_id,)
 
 

@@ -42,9 +42,9 @@ Forms = tuple[tuple[FusedGroup, ...], ...]  # the quantized groups of each layer
 
 
 class Replay:
-    """Cache of one layer's inputs, with which a measurement skips the layers before that layer. *Mutable*.
+    """Caches the inputs of one layer, so that a measurement can skip all earlier layers. *Mutable*.
 
-    Two successive measurements have the same layers before the quantized group, on average half of all layers. The
+    Two successive measurements are equal up to the first quantized group, on average for half of the layers. The
     cache works only for a `NativeModel` on a CPU; other models run in full.
 
     Args:

@@ -65,7 +65,7 @@ class LongContext(_Part):
 
 
 class Behaviour(_Part):
-    """Sampled behaviour of chat models, and margins of their decisions.
+    """Settings of a behaviour test: chat models answer prompts, and margins of their decisions are measured.
 
     Args:
         prompts: number of prompts, from the beginning of the set; None = all.

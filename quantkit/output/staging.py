@@ -22,7 +22,7 @@ MERGED = "merged_adapters"
 """Entry of quantkit.json: digests of all adapters that are merged into the weights; absent if there is none."""
 
 _SIGNED_BYTES = 1 << 16
-# Files that quantize, convert, verify and the hub write into a checkpoint, beside tokenizer and licence files.
+# Files that quantize, convert, verify and the hub write into a checkpoint, in addition to tokenizer and licence files.
 _DIGITS = "[0-9]" * 5
 _WRITTEN = (
     *(CONFIG_NAME, INDEX_NAME, f"model-{_DIGITS}-of-{_DIGITS}.safetensors", "quantkit*.json"),
@@ -121,7 +121,7 @@ class Stage:
         output: final path.
         work: work folder in which the output is made.
         overwrite: whether `output` may exist already.
-        check: raises OutputError unless the existing output may be replaced.
+        check: function that raises OutputError unless the existing output may be replaced.
     """
 
     output: Path
@@ -187,7 +187,7 @@ def open_stage(
         output: file or directory to make.
         kind: name of the command, for messages.
         overwrite: whether an existing output may be replaced if `check` allows that.
-        check: raises OutputError unless the existing output may be replaced.
+        check: function that raises OutputError unless the existing output may be replaced.
         resumable: keep unfinished work if the block fails.
         allow_finished: do not refuse an output that an earlier run seems to have finished; see `is_finished`.
     Raises:

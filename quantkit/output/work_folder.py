@@ -28,7 +28,7 @@ _SAFELY = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_B
 
 @dataclass(kw_only=True, slots=True)
 class WorkFolder:
-    """A folder that this process alone may write and empty while it is open.
+    """A folder that only this process may write to and empty while the folder is open.
 
     Args:
         path: path of the folder.

@@ -142,7 +142,7 @@ class CalibrationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRecord(Record):
-    """Linears beside the decoder layers: in vision and audio towers and their projectors, or in MTP heads.
+    """Linears outside the decoder layers: in vision and audio towers and their projectors, or in MTP heads.
 
     Args:
         num_linears: number of linears that could be quantized.

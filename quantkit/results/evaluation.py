@@ -133,7 +133,7 @@ class EvaluationResult(Record):
 
     Args:
         model: directory or name.
-        arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run uses another dtype than the baseline run.
+        arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run has a different dtype from the baseline run.
         tasks: one result per task.
         perplexity: one result per text and path (prefill or decode).
         behaviour: one result per rate of sampled behaviour, such as `loop_rate`; not included in the mean over tasks.
@@ -151,7 +151,7 @@ class EvaluationResult(Record):
 
     @property
     def parts_read(self) -> tuple[str, ...]:
-        """Return one line for each text of which only a part was scored."""
+        """Return one sentence for each text that was scored only in part."""
         cut = [text for text in self.perplexity if text.read_tokens != text.text_tokens]
         return tuple(dict.fromkeys(f"Perplexity of {text.data} covers only {text.part}." for text in cut))
 
@@ -162,11 +162,11 @@ class EvaluationResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftResult(Record):
-    """Distance from the original along texts that the original wrote, both models decoding token by token.
+    """Distance from the original along texts that the original wrote. Both models read them one token per step.
 
     Args:
         num_texts: number of texts.
-        num_tokens: number of tokens that the original wrote in each text.
+        num_tokens: number of tokens that the original wrote after each prompt.
         ends: for each stretch of the texts, the position after its last token.
         part_kl: mean KL(original || model) per position in each stretch, nats.
         text_kl: mean KL of each text.

@@ -58,7 +58,7 @@ class GateResult(Record):
 
     Args:
         gate: text of the gate, e.g. "recovery[demo_facts]>=97".
-        metric: the metric: the part of `gate` before the bracket.
+        metric: name of the metric, which is the part of `gate` before the bracket.
         subject: the part of `gate` inside the brackets; None without brackets.
         limit: the limit.
         value: the measured value; None if it was not measured, and the gate then fails.
@@ -247,7 +247,7 @@ class CacheLayerChoice(Record):
     Args:
         layer: index of the decoder layer.
         keys, values: names of the number types.
-        key_kl, value_kl: estimated KL to the original with only the layer's keys or values in this type.
+        key_kl, value_kl: estimated KL to the original if only this layer's keys, or only its values, are quantized.
     """
 
     layer: int

@@ -1,1 +1,1 @@
-"""Verify a checkpoint: read it back from disk, run it beside its original, and check gates."""
+"""Verify a checkpoint: read it back from disk, compare it with its original, and check gates."""

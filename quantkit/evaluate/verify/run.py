@@ -316,7 +316,7 @@ class _Verification:
             report,
             benchmark=replace(ours, model=report.model.name),
             baseline_benchmark=replace(theirs, model=self.pair.baseline_name),
-            notes=(*report.notes, "Latencies were measured one model after the other, not in turns."),
+            notes=(*report.notes, "The models were timed one after the other, not in alternating rounds."),
         )
 
     def timed(self, bench: BenchmarkOptions, report: Report) -> Report:

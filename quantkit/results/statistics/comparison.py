@@ -146,7 +146,9 @@ def _log_ratio(value: PerplexityResult, baseline: PerplexityResult) -> tuple[flo
     tokens.
     """
     if value.window_tokens != baseline.window_tokens:
-        raise ReportError(f"perplexity of {value.data}: the two models read different windows")
+        raise ReportError(
+            f"perplexity of {value.data}: the two models read different windows; use the same tokenizer and settings"
+        )
     tokens, count = value.num_tokens, len(value.window_tokens)
     mean = (value.nll - baseline.nll) / tokens
     if count < 2:
@@ -272,7 +274,7 @@ def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
 
 
 def _verdict(difference: float, p_value: float | None, floor: float | None, *, higher_is_better: bool) -> Verdict:
-    # Checked before the p-value: a change that the dtype alone can cause is no effect of the compression.
+    # Checked before the p-value: a change that the dtype alone can cause is not an effect of the compression.
     if floor is not None and abs(difference) <= floor and difference != 0:
         return "noise"
     if p_value is None or p_value >= SIGNIFICANCE:
