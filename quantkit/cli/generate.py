@@ -129,7 +129,7 @@ def _numbers(llm: LLM | VllmLLM, completion: Completion) -> dict[str, Any]:
     if isinstance(llm, VllmLLM):
         return {**numbers, "engine": llm.engine_name, "kv_cache": llm.kv_type}
     counters = llm.stats()
-    # The mean context while tokens were generated, as traffic grows linearly with it.
+    # The mean context while tokens were generated, because traffic grows linearly with the context.
     context = len(completion.prompt_token_ids) + len(completion.token_ids) / 2
     read = llm.model.stored_bytes + llm.model.adapters.num_bytes + context * llm.kv_bytes_per_token
     bandwidth = memory_bandwidth(llm.device)

@@ -161,7 +161,8 @@ def _compressed(
     from quantkit import distributed
     from quantkit.cli._progress import listening
 
-    is_writer, recipe = distributed.is_writer(), distributed.broadcast(recipe)  # after every process has imported
+    # Broadcast only after every process has imported its modules.
+    is_writer, recipe = distributed.is_writer(), distributed.broadcast(recipe)
     with listening(output_to if is_writer else replace(output_to, quiet=True)) as listener:
         result = pipeline.quantize(model, recipe, output, listener=listener, **how)
     return result if is_writer else None

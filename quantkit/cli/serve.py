@@ -99,7 +99,7 @@ def command(output_to: Output, *, engine: dict[str, Any], checkpoint: str | None
     is_any = "*" in asked.allow_host or (is_public(asked.host) and not asked.allow_host)
     name = asked.served_name or ("demo" if checkpoint is None else Path(checkpoint).name)
     if name in adapter_folders(engine.get("adapters", ())):
-        raise InputError(f"model and adapter are both named {name!r}; give --adapter NAME=DIR with another name")
+        raise InputError(f"model and adapter are both named {name!r}; give --adapter NAME=DIR with a different name")
     llm = LLM(checkpoint, lazy=True, max_sequences=asked.max_running, **engine)
     bridge = Bridge(llm, max_waiting=asked.max_waiting, say=say)
     server = Server(

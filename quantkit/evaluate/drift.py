@@ -65,8 +65,8 @@ def check_drift(llm: LLM, original: LLM, tokens: int) -> None:
     longest = min(llm.capacity, original.capacity) - GREEDY_CONTEXT
     if not LEAST_TOKENS <= tokens <= longest:
         raise RequestError(
-            f"drift over {tokens} tokens cannot be measured: give at least {LEAST_TOKENS}, and at most {longest}, "
-            f"because the context of both models must also hold a prompt of {GREEDY_CONTEXT} tokens"
+            f"drift over {tokens} tokens cannot be measured: give at least {LEAST_TOKENS}, and at most {longest} "
+            f"tokens, because the context of both models must also hold a prompt of {GREEDY_CONTEXT} tokens"
         )
 
 

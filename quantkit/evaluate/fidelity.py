@@ -161,7 +161,7 @@ def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
     """
     if llm.vocab_size != original.vocab_size:
         raise ModelError(
-            f"{llm.path} has a vocabulary of {llm.vocab_size} tokens, but the original {original.path} has one of "
+            f"{llm.path} has a vocabulary of {llm.vocab_size} tokens, but the original {original.path} has "
             f"{original.vocab_size} tokens; give the model that the checkpoint was made from"
         )
 

@@ -128,7 +128,7 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apa
         )
     if ours.adapters.by_name:
         raise ModelError(
-            "a sensitivity map swaps parts between models, which adapters do not allow; leave --adapter out"
+            "a sensitivity map swaps parts between models, which is impossible with an adapter; leave --adapter out"
         )
     # In another dtype, a swapped group would add its own rounding to the KL.
     if ours.dtype != theirs.dtype:
@@ -301,7 +301,7 @@ class _Sources:
         before, after = self.original.tensor(name).float(), self.quantized.tensor(name).float()
         if torch.equal(before, after):
             return None
-        # A channel that the norm switches off is zero in the original, whatever its factor.
+        # If the norm's weight is zero, the channel stays zero whatever its factor.
         return torch.where(before == 0, torch.ones_like(before), after / before)
 
     def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:

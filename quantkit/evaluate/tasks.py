@@ -339,7 +339,7 @@ def _build(config: dict[str, Any]) -> Any:
 
     try:
         return ConfigurableTask(config=config)
-    except Exception as error:  # datasets reports broken items in many classes
+    except Exception as error:  # `datasets` raises many classes of errors for broken items
         files = next(iter(config["dataset_kwargs"]["data_files"].values()))
         raise DataError(
             f"task {config['task']!r}: its items cannot be read ({first_line(error)}); see {files[0]}"
@@ -378,7 +378,7 @@ def _all_of_lm_eval(folders: tuple[str, ...]) -> Any:
 def _load(manager: Any, name: str, ours: dict[str, Path]) -> list[Any]:
     try:
         loaded = manager.load([name])
-    except Exception as error:  # the hub and its libraries fail in many classes
+    except Exception as error:  # the hub and its libraries raise many classes of errors
         template = LOCAL + name
         instead = "pass --data DIR with these items" if template in ours else "run it once with access to the hub"
         if template in ours:

@@ -133,7 +133,7 @@ class EvaluationResult(Record):
 
     Args:
         model: directory or name.
-        arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run has a different dtype from the baseline run.
+        arithmetic: dtype of the computation, e.g. "bfloat16"; the noise run and the baseline run use different dtypes.
         tasks: one result per task.
         perplexity: one result per text and path (prefill or decode).
         behaviour: one result per rate of sampled behaviour, such as `loop_rate`; not included in the mean over tasks.

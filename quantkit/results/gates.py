@@ -313,8 +313,9 @@ def _pick(gate: Gate, values: Values) -> float | None:
         # If nothing was measured, the gate fails. If only this subject is missing, the user misspelt it.
         if values and gate.subject not in values:
             raise GateError(
-                f"gate {gate.text!r}: no {gate.metric} of {gate.subject!r}{suggestion(gate.subject, values)}; "
-                f"the report has {', '.join(name or gate.metric + ' without brackets' for name in values)}"
+                f"gate {gate.text!r}: the report has no {gate.metric} of {gate.subject!r}"
+                f"{suggestion(gate.subject, values)}; "
+                f"it has {', '.join(name or gate.metric + ' without brackets' for name in values)}"
             )
         return values.get(gate.subject)
     if not values:

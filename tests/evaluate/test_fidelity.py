@@ -166,5 +166,5 @@ def test_joined_positions_are_in_order():
 
 def test_another_vocabulary_is_refused(llm, tmp_path):
     other = load_llm(str(make_model(tmp_path / "other", vocab_size=300)), dtype="float32", device="cpu", threads=1)
-    with pytest.raises(ModelError, match=r"vocabulary of 300 tokens, but the original .* has one of 260 tokens; give"):
+    with pytest.raises(ModelError, match=r"vocabulary of 300 tokens, but the original .* has 260 tokens; give"):
         fidelity(other, llm, ((1, 2, 3),))

@@ -73,7 +73,7 @@ def test_the_record_says_both_ends_and_by_what_it_was_computed():
 
 def test_another_vocabulary_is_refused():
     original, model = logits()
-    with pytest.raises(ModelError, match="has a vocabulary of 300 tokens, but the original m has one of 200 tokens"):
+    with pytest.raises(ModelError, match="has a vocabulary of 300 tokens, but the original m has 200 tokens"):
         top_fidelity(reading(model, 20), reading(original[:, :200], 20), data="text")
 
 

@@ -70,4 +70,4 @@ def test_a_name_that_two_models_would_have(checkpoint, adapters):
     arguments = ["serve", str(checkpoint), "--served-name", "sql", "--adapter", f"sql={adapters['sql']}"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 4
-    assert "model and adapter are both named 'sql'; give --adapter NAME=DIR with another name" in result.output
+    assert "model and adapter are both named 'sql'; give --adapter NAME=DIR with a different name" in result.output

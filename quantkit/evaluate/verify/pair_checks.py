@@ -79,7 +79,7 @@ class Pair:
         return {} if self.adapter is None else {"merge": self.adapter}
 
     def check_engine(self, engine: Mapping[str, Any], *, vllm: bool, sensitivity: bool) -> None:
-        """Refuse what adapters do not allow, before a model is loaded.
+        """Refuse requests that adapters rule out, before a model is loaded.
 
         Args:
             engine: keywords of `LLM` for both models.
@@ -90,8 +90,8 @@ class Pair:
         """
         if sensitivity and engine.get("adapters") and not self.has_adapter:
             raise RequestError(
-                "a sensitivity map swaps parts between models, which adapters do not allow; leave out --adapter or "
-                "--sensitivity"
+                "a sensitivity map swaps parts between models, which is impossible with an adapter; leave out "
+                "--adapter or --sensitivity"
             )
         if vllm and self.adapter is not None:
             raise RequestError(

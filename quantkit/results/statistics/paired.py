@@ -282,7 +282,7 @@ def mcnemar(lost: int, won: int) -> float:
 def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Moments:
     if len(baseline) != len(value) or not baseline:
         raise ValueError(
-            f"pairs need equally many scores on both sides, at least one; found {len(baseline)} and {len(value)}"
+            f"both models need the same number of scores, at least one; found {len(baseline)} and {len(value)}"
         )
     # The scores decide, not the metric's name: if all are 0 or 1, the score interval is used.
     if {*baseline, *value} <= {0.0, 1.0}:

@@ -256,7 +256,7 @@ def test_a_baseline_of_zero_has_no_ratio():
 
 @pytest.mark.parametrize("pairs", [([], []), ([1.0], [1.0, 0.0])])
 def test_lists_that_are_no_pairs_are_refused(pairs):
-    with pytest.raises(ValueError, match="equally many scores"):
+    with pytest.raises(ValueError, match="the same number of scores"):
         compare_pairs([pairs])
 
 
