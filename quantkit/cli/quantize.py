@@ -77,9 +77,7 @@ _ADAPTER = setting(
 @option_group("fields", _FIELDS)
 @option_group("how", {**RUN, "nproc": _NPROC, "activations": _ACTIVATIONS, "engine": _ENGINE, "adapter": _ADAPTER})
 @push_option
-@click.option(
-    "--verify", is_flag=True, help="Verify the result. If a gate fails, rename it to DIR.failed and exit with code 3."
-)
+@click.option("--verify", is_flag=True, help="Verify the result. If a gate fails, move it to DIR.failed; exit code 3.")
 @gate_option
 def command(
     output_to: Output,
