@@ -8,7 +8,7 @@
     │   ├── SchemeError           a number scheme that does not fit a tensor or a format
     │   ├── DataError             text, images or task items for calibration or evaluation
     │   ├── GateError             a gate that cannot be read or names no known number
-    │   ├── ReportError           a report.json that is missing, damaged or of another version
+    │   ├── ReportError           a report.json that is missing or damaged, or has an unsupported version
     │   ├── OutputError           the place to write to
     │   ├── RequestError          a prompt or its sampling parameters
     │   └── ResumeError           an interrupted run that belongs to other inputs
@@ -65,7 +65,7 @@ class GateError(InputError):
 
 
 class ReportError(InputError):
-    """A report is missing, damaged or of another version."""
+    """A report is missing or damaged, or has an unsupported version."""
 
 
 class OutputError(InputError):

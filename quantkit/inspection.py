@@ -53,7 +53,7 @@ _RANKS = {"embedding": 0, "norms": 2, "head": 3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Module:
-    """One module with its own tensors: storage and number of parameters."""
+    """Storage and number of parameters of one module that has tensors."""
 
     kind: str
     stored_as: str

@@ -48,7 +48,7 @@ def compare_acceptance(sides: tuple[Side, Side], text: str, progress: Callable[[
 
 
 def _count(path: Path, settings: Mapping[str, Any], prompts: list[list[int]]) -> Counts:
-    """Return the drafts and the accepted drafts of a model, by position; the model is freed."""
+    """Load a model, count its drafts and its accepted drafts by position, and free it."""
     llm = LLM(path, **{**settings, "speculate": "mtp", "force_speculation": True})
     llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
     controller = llm.engine.controller

@@ -28,7 +28,7 @@ _MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000  # spacing of indices between
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A prompt in a model's chat template.
+    """A prompt, formatted with a model's chat template.
 
     Args:
         number: position of the prompt in the set; answers of two models to the same number are compared.
@@ -68,7 +68,7 @@ class BehaviourPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """One answer.
+    """One answer of a model to a prompt.
 
     Args:
         index: number of the answer; two models' answers to the same prompt with the same seed have the same number.

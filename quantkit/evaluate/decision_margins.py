@@ -197,7 +197,7 @@ class _TraceScorer:
 
     @torch.inference_mode()
     def add(self, reference: Tensor, value: Tensor) -> None:
-        """Compare the next tokens of the answer; both logits are (t, V)."""
+        """Compare the models at the next t tokens of the answer; both logits are (t, V)."""
         start = len(self._kl)
         for each in self._decisions:
             if start <= each.at < start + len(reference):

@@ -102,7 +102,7 @@ def fidelity(
     greedy_tokens: int = GREEDY_TOKENS,
     say: Say | None = None,
 ) -> FidelityResult:
-    """Compare a model with its original.
+    """Compare a model's distributions and greedy texts with those of its original.
 
     Args:
         llm: the model.
@@ -167,7 +167,7 @@ def check_vocabulary(llm: LLM | TopReading, original: LLM | TopReading) -> None:
 
 
 def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
-    """Yield batches of as many windows as one step of the engine can compute and `_BATCH_BYTES` allow, at least one."""
+    """Yield the windows in batches as large as a step and `_BATCH_BYTES` allow, but with at least one window."""
     tokens = min(llm.engine.config.token_budget, _BATCH_BYTES // (4 * llm.vocab_size))
     count = max(1, tokens // max(map(len, windows)))
     for start in range(0, len(windows), count):
@@ -242,7 +242,7 @@ def paired_logits(
 def _last_rows(
     llm: LLM, windows: Windows, counts: Sequence[int], chunk_size: int | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the logits of a model like `LLM.score_rows`, but only those of the last positions of each window."""
+    """Yield logits as `LLM.score_rows` does, but only those of the last positions of each window."""
     forget(llm)  # otherwise each batch would needlessly fill more pages of the cache
     unwanted = [len(window) - count for window, count in zip(windows, counts, strict=True)]
     for index, rows in llm.score_rows(windows, chunk_size=chunk_size or _chunk_size(llm, windows)):

@@ -176,7 +176,7 @@ def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, i
 
 
 class _Sources:
-    """Both checkpoints on disk.
+    """Reads both checkpoints from disk.
 
     Args:
         quantized, original: readers of the checkpoints.

@@ -48,7 +48,7 @@ class Needle:
     depth: float | None = None
 
     def score(self, text: str) -> float:
-        """Return the share of the answers that a generated text gives, less the share of wrong ones, but at least 0."""
+        """Return the share of the answers that a generated text gives, minus the share of wrong words; at least 0."""
         if len(self.answers) == 1:
             return float(text.strip().startswith(self.answers[0]))
         words = set(re.findall(r"\w+", text.casefold()))

@@ -44,8 +44,8 @@ Forms = tuple[tuple[FusedGroup, ...], ...]  # the quantized groups of each layer
 class Replay:
     """Caches the inputs of one layer, so that a measurement can skip all earlier layers. *Mutable*.
 
-    Two successive measurements are equal up to the first quantized group, on average for half of the layers. The
-    cache works only for a `NativeModel` on a CPU; other models run in full.
+    Two successive measurements are equal before the first layer whose groups differ: on average, for half of the
+    layers. The cache works only for a `NativeModel` on a CPU; other models run in full.
 
     Args:
         llm: the model; every measurement must use the same inputs.

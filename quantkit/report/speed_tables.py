@@ -41,8 +41,8 @@ def report_runs(report: Report) -> Iterator[tuple[str, BenchmarkRun]]:
 
 
 def _serving(runs: Runs) -> list[tuple[str, BenchmarkRun]]:
-    """Return all runs except the sweep, to which latency is fitted as a function of length. The requests of the sweep
-    differ in length, so percentiles of their latencies would be meaningless.
+    """Return all runs except the sweep, which serves only to fit latency as a function of length. The requests of the
+    sweep differ in length, so percentiles of their latencies would be meaningless.
     """
     return [(label, run) for label, run in runs if run.workload.name != SWEEP_NAME]
 

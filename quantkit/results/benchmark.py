@@ -295,7 +295,7 @@ class BenchmarkResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding(Record):
-    """One sentence of a diagnosis.
+    """One finding of a diagnosis, with its evidence and advice.
 
     Args:
         statement: the limiting factor, in plain words.

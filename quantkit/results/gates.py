@@ -327,7 +327,7 @@ def _pick(gate: Gate, values: Values) -> float | None:
 
 
 def _doubt(report: Report, gate: Gate, values: Values) -> str:
-    """Return a warning if the interval includes the limit."""
+    """Return a warning if the interval includes the limit, or an empty text."""
     low, high = _gate_interval(report, gate, values)
     if low is None or high is None or not low <= gate.limit <= high:
         return ""
