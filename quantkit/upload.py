@@ -137,7 +137,7 @@ def push(
             api.upload_file(repo_id=repo, path_or_fileobj=path, path_in_repo=path.name)
         return address
     except Exception as error:
-        # The hub fails in many ways that share no class: HTTP, connection, validation, missing package.
+        # The hub fails in many ways that share no base class: HTTP, connection, validation, missing package.
         reason = first_line(error).rstrip(".")
         raise OutputError(
             f"cannot push {path} to {repo} ({type(error).__name__}: {reason}); the checkpoint itself is complete; log "

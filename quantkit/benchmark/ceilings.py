@@ -33,7 +33,7 @@ class Ceilings:
     Args:
         device: the device.
         threads: number of torch threads, on a CPU.
-        bytes_per_s: memory bandwidth: on a CPU, of reading; on a GPU, of reading or copying, whichever is higher.
+        bytes_per_s: memory bandwidth; the rate of reading on a CPU, the higher rate of reading and copying on a GPU.
         flops_per_s: operations per second of a square matrix product, keyed by dtype name, e.g. {"bfloat16": 2.1e11}.
     """
 
@@ -49,7 +49,7 @@ def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (),
     Args:
         device: the device.
         dtypes: dtypes of the matrix products; none = measure memory only.
-        repeats: number of repeats, of which the best counts, because disturbances only slow a measurement down.
+        repeats: number of repeats; the fastest one counts, because disturbances only slow a measurement down.
     """
     return Ceilings(
         device=str(device),
@@ -128,7 +128,7 @@ def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: in
     """Return the prefill of the longest prompts, for runs with a concurrency of 1; None for other runs.
 
     Args:
-        run: a run with a concurrency of 1.
+        run: the run.
         cost: bytes and operations of the model's steps.
         ceilings: limits of the machine.
         budget: number of tokens per prompt chunk.
@@ -188,18 +188,18 @@ def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
     for timing in run.requests:
         for index in range(1, len(timing.token_s)):
             before, after = timing.token_s[index - 1], timing.token_s[index]
-            if after > before:  # equal times are one speculative burst
+            if after > before:  # tokens with equal times come from one speculative step
                 contexts_by_span.setdefault((before, after), []).append(timing.prompt_tokens + index)
     return [
         DecodeStep(batch=len(contexts), context=sum(contexts), seconds=after - before)
         for (before, after), contexts in sorted(contexts_by_span.items())
-        # Leave out steps with a prompt between its arrival and its first token, which may come in this very step.
+        # Leave out steps during which a prompt waited or was computed; its first token may come from the same step.
         if not any(arrived < after and before < first for arrived, first in starts)
     ]
 
 
 def typical_step(run: BenchmarkRun) -> DecodeStep | None:
-    """Return the median step of the largest batch size that at least a tenth of the steps have; else None."""
+    """Return the median step of the largest batch size that a tenth or more of the steps have; None if there is none."""
     steps = decode_steps(run)
     counts = Counter(step.batch for step in steps)
     # The beginning and the end of a run have smaller batches; a rare larger batch would give a median of few steps.

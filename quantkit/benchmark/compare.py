@@ -140,7 +140,7 @@ def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
     for metric, value in ours.items():
         other = theirs[metric]
         pairs = [(a[metric] or 0.0, b[metric] or 0.0) for a, b in zip(*rounds, strict=True)]
-        # A round without the metric, such as TPOT of single tokens, has no ratio.
+        # A round without the metric has no ratio; TPOT, for example, does not exist if each answer has one token.
         pairs = [pair for pair in pairs if all(pair)]
         if not (value and other and pairs):
             continue

@@ -23,7 +23,7 @@ from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_cou
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
 from quantkit.results.statistics.summary import percentile
 
-_PAYS = 0.6  # share of the tokens per second that a batch would bring if its steps took no longer
+_PAYS = 0.6  # a batch pays if it brings this share of the gain that it would bring if its steps took no longer
 _BOUND = 0.4  # floor over step time: from here on the floor explains a step; below, something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
@@ -31,7 +31,7 @@ _BUSY = 0.5  # p75 - p25 over p50 of ITL
 _STALL = 3.0  # p99 over p50 of ITL
 _QUEUE = 2.0  # TTFT under load over TTFT alone
 _SHORTER = "Shorten contexts."
-_SPECULATION = "speculation"  # key of the settings if drafts are on
+_SPECULATION = "speculation"  # key in the settings of a result if drafts are on
 # The next smaller cache. Those of 3 and 2 bits lose several times as much, so they are not advised.
 _SMALLER_CACHE = {"int8": "Use --kv-cache int4.", "fp8": "Use --kv-cache int4."}
 _SMALLEST_CACHES = tuple(form.name for form in KV_FORMS.values() if form.bits <= 4)
@@ -121,7 +121,7 @@ def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -
 
 
 def _start_or_stream(run: BenchmarkRun, prefill: RooflineRecord | None, product: str) -> Iterator[Finding]:
-    """Name the part of a request that takes most time and, for prefill, what limits it."""
+    """Name the part of a request that takes the most time and, if that is the prefill, what limits it."""
     if not run.tpot_s:
         return
     first = statistics.median(run.ttft_s)
@@ -149,7 +149,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, result: BenchmarkResult)
     moved, reached = record.bytes_moved, record.floor_s / record.seconds
     weights, note, smaller, gain = cost.weight_bytes(record.batch), "", "", ""
     if record.in_caches and record.mbu <= 1:
-        note = "; part of so few bytes may come from the processor's caches, which are faster"
+        note = "; some of these few bytes may come from the processor's caches, which are faster"
     # Checked first: if a step takes far longer than its floor, neither ceiling explains it.
     if reached < _BOUND:
         name = "decode, overhead" if _SPECULATION not in result.settings else "decode, overhead with drafts"
@@ -212,7 +212,7 @@ def _fewer_bytes(cost: Cost, weights: int, cached: float, result: BenchmarkResul
 
 
 def _weight_only_payoff(record: RooflineRecord, cost: Cost) -> Iterator[Finding]:
-    """Report from which batch on products take longer than reading the weights, unquantized or in at most 4 bits."""
+    """Report the batch size from which products take longer than reading weights, unquantized and in at most 4 bits."""
     if cost.product == "int8" or not cost.parameters:
         return
     speeds = record.copy_bytes_per_s, record.gemm_flops_per_s
@@ -292,7 +292,7 @@ def _busy(run: BenchmarkRun) -> Iterator[Finding]:
 def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
     """Report that the tail of ITL lies far above its median."""
     gaps = run.inter_token_s
-    # With fewer, the 99th percentile lies between the two largest gaps: a single stall would decide.
+    # With fewer gaps, the 99th percentile lies between the two largest ones: a single stall would decide.
     if len(gaps) < 100:
         return
     middle, tail = percentile(gaps, 50), percentile(gaps, 99)

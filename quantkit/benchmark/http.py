@@ -18,8 +18,8 @@ from quantkit.results import BenchmarkRun, RequestTiming
 from quantkit.server.client import Remote
 
 COMMON_TOKENS = 1000
-"""Vocabulary size that every model has at least. Prompts are drawn from this many tokens if no checkpoint gives
-the size.
+"""Vocabulary size that every model is assumed to reach. Prompts are drawn from this many tokens if no checkpoint
+gives the size.
 """
 
 
@@ -34,8 +34,8 @@ def measure_server(
     """Measure every workload on a server.
 
     Args:
-        remote: the server; not yet opened.
-        options: what to measure, except static batches.
+        remote: the server, not opened yet.
+        options: what to measure; static batches are not supported.
         vocab_size: number of tokens that prompts are drawn from.
         avoid: tokens that prompts must not contain.
         progress: called with a description of the current work.

@@ -27,7 +27,7 @@ from quantkit.runtime.model.model import Model, NativeModel
 from quantkit.runtime.model.rope import RopeTable
 from quantkit.runtime.types import SamplingParams
 
-# Types that a walk does not enter: modules, classes and functions lead to everything; a rotary table is no weight.
+# Types that a walk does not enter: modules, classes and functions lead to everything; a rotary table is not a weight.
 _CLOSED = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float, type(None)),
     *(torch.dtype, torch.device, RopeTable),
@@ -161,7 +161,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
             storage = tensor.untyped_storage()
             # Views and tied weights share a storage, which counts once.
             sizes["storage", storage.data_ptr()] = storage.nbytes()
-        else:  # a layout of oneDNN's own
+        else:  # a private layout of oneDNN
             sizes["tensor", id(tensor)] = tensor.numel() * tensor.element_size()
     return sum(sizes.values())
 

@@ -157,12 +157,12 @@ def max_length(model: Path | str | None) -> int | None:
 
 @dataclass(kw_only=True, slots=True)
 class _HeaderWeights(Weights):
-    """Weights of which only headers are read, to count the bytes that the weights would take. *Mutable*.
+    """Counts the bytes that weights would take, and reads only their headers. *Mutable*.
 
     Args:
         target: device on which the model would run.
         native: whether the C kernels would run.
-        draft: MTP head that is counted too; None = none.
+        draft: MTP head that is counted too; None = no MTP head.
     """
 
     target: torch.device
@@ -219,7 +219,7 @@ class _HeaderWeights(Weights):
             self.linear([name])
         elif self.native or table != self.dtype:
             self._add(rows, width, None, False, table)
-            if self.native:  # rows are then looked up in the head
+            if self.native:  # embeddings are then looked up in the head
                 self.num_bytes -= rows * width * table.itemsize
 
     def _add(self, rows: int, width: int, scheme: LinearScheme | None, bias: bool, stored: torch.dtype) -> None:

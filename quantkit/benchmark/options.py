@@ -1,4 +1,4 @@
-"""Options of a benchmark. No torch, so that `--help` stays fast."""
+"""Options of a benchmark, without torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class BenchmarkOptions:
 
     def workloads(self) -> list[Workload]:
         """Return all runs; the length sweep is last."""
-        from quantkit.benchmark.workload import STATIC, closed_loop, length_sweep, poisson  # late: --help stays fast
+        from quantkit.benchmark.workload import STATIC, closed_loop, length_sweep, poisson  # late, for a fast --help
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}
         requests: dict[str, Any] = {**sizes, "num_requests": self.num_requests}

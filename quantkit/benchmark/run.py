@@ -72,9 +72,9 @@ def load_target(
     Args:
         model: directory or hub id; None = the demo model.
         options: what to measure.
-        engine: keywords of `LLM`.
+        engine: keyword arguments of `LLM`.
     Raises:
-        RequestError: the prompts are too long; also see `LLM`.
+        RequestError: the prompts are too long; see also `LLM`.
     """
     path, prediction = check_target(model, options, engine)
     # Static batches repeat the prompts of the closed loop, which a prefix cache would not compute a second time.
@@ -91,7 +91,7 @@ def _name(model: str | Path | None) -> str:
 
 
 def find_ceilings(targets: Sequence[BenchmarkTarget]) -> Ceilings:
-    """Return both limits of the machine, for every number type that the targets use."""
+    """Measure both limits of the machine, with matrix products in every number type that the targets use."""
     types = {getattr(torch, target.cost.product) for target in targets}
     types |= {target.llm.model.dtype for target in targets}
     return measure_ceilings(targets[0].llm.device, tuple(sorted(types, key=str)))

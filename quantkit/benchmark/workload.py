@@ -136,7 +136,7 @@ def _lengths(workload: Workload, number: int, chance: random.Random, spread: flo
     """Return the numbers of prompt and answer tokens of a request; requests numbered below 0 are warm-up."""
     if workload.name == SWEEP_NAME:
         step = max(0, number) % (2 * _SWEEP_PARTS)
-        # Up and down again: otherwise a drift of the machine would look like a slope.
+        # Lengths go up and down again: otherwise a drift of the machine would look like a slope.
         part = step + 1 if step < _SWEEP_PARTS else 2 * _SWEEP_PARTS - step  # 1 .. 6, 6 .. 1
         return max(1, workload.prompt_tokens * part // _SWEEP_PARTS), workload.new_tokens
     sizes = workload.prompt_tokens, workload.new_tokens

@@ -1,4 +1,4 @@
-"""A search for the types of a KV cache alone: measure, choose, write the recipe."""
+"""A search for the number types of a KV cache alone: measure, choose, write the recipe."""
 
 import time
 from collections.abc import Callable
@@ -20,22 +20,21 @@ from quantkit.bit_search.setup import set_up
 from quantkit.errors import InputError
 from quantkit.results import CacheSearchResult
 
-_OF_WEIGHTS = ("candidates", "rounds", "checkpoint", "on", "jobs")  # options that a search for a cache does not have
+_OF_WEIGHTS = ("candidates", "rounds", "checkpoint", "on", "jobs")  # options that apply only to weights
 
 
 def search_cache(
     model: str | None, target: SearchTarget, options: SearchOptions, *, progress: Callable[[str], None] = lambda _: None
 ) -> CacheSearchResult:
-    """Find the best number types of each layer's keys and values, and write a recipe that differs from the one to start
-    from in its KV cache alone.
+    """Find the best number types of each layer's keys and values, and write the base recipe with this KV cache.
 
     Args:
-        model: directory or hub id; None = the demo model. Its own weights are used in all measurements.
+        model: directory or hub id; None = the demo model. All measurements use the model's own weights.
         target: target of the search; only `kv_bits` is set.
         options: options of the search.
         progress: called with one line per event.
     Raises:
-        InputError: model, recipe, text or output cannot be used, or there are options that only apply to weights.
+        InputError: the model, recipe, text or output cannot be used, or an option applies only to weights.
         GateFailure: no choice can meet the target.
     """
     started = time.perf_counter()
@@ -51,7 +50,7 @@ def search_cache(
             base,
             cache_section(chosen),
             name=outputs.recipe_name,
-            description=f"{kept}, with types of each layer's keys and values from a search for {target.text}.",
+            description=f"{kept}, with number types of each layer's keys and values from a search for {target.text}.",
             gates=list(base.gates),
             # `measured` is the KL of the whole recipe, which is unknown if weights are quantized too.
             measured=setup.measurement(chosen.measured_kl, search.held_out) if base.scheme.default is None else None,
@@ -76,4 +75,6 @@ def _check_options(options: SearchOptions) -> None:
     for field in fields(options):
         if field.name in _OF_WEIGHTS and field.default is not MISSING and getattr(options, field.name) != field.default:
             flag = f"--{field.name}"
-            raise InputError(f"{flag} applies to weights; add a target for them, such as --bits, or leave {flag} out")
+            raise InputError(
+                f"{flag} applies to weights; add a target for weights, such as --bits, or leave {flag} out"
+            )

@@ -1,9 +1,10 @@
-"""Find the number types of each layer's keys and values, within a number of bits, by the KL while decoding.
+"""Choose the number types of each layer's keys and values that minimize the KL while decoding, within a number of bits.
 
-Sensitivities are measured with the smallest type of a side, whose KL stands out from rounding of the computation: one
-layer and one side at a time, with the other side in 8 bits. With a larger type, the sensitivity is smaller by the same
-factor as the KL of a cache with this type in all layers. `solve` then chooses as if sensitivities were additive. Two
-caches with the same types in all layers, those that promise the least KL, are measured too; the best of the three wins.
+Keys and values are the two sides of a cache. A sensitivity is measured on one side of one layer, with the other side in
+8 bits. The measured side has its smallest type, because the KL of larger types is hard to tell from rounding in the
+computation. The sensitivity with a larger type is estimated: it is smaller by the same factor as the KL of a cache with
+this type in all layers. `solve` then chooses as if sensitivities were additive. The two caches with the same types in
+all layers for which the least KL is expected are measured too. The best of these three caches is chosen.
 """
 
 import itertools
@@ -50,25 +51,25 @@ from quantkit.runtime.model.model import NativeModel
 
 _KEYS = (INT8_CHANNEL, INT4_CHANNEL, INT3_CHANNEL)  # from the most bits to the fewest
 _VALUES = (INT8_TOKEN, INT4_TOKEN, INT3_TOKEN, INT2_TOKEN)
-MAX_TOKENS = 2048  # of text: every token is computed in a step of its own, as in decoding
-_UNIFORM = 2  # caches with the same types in all layers that are measured beside the choice
+MAX_TOKENS = 2048  # tokens of text; each is computed in a separate step, as in decoding
+_UNIFORM = 2  # number of caches with the same types in all layers that are measured besides the solution
 
 _Types = dict[int, KVScheme]  # schemes of the layers that are quantized, keyed by layer
 
 
 class CacheSearch:
-    """Measures caches of one model, and chooses one.
+    """Measures KV caches of one model, and chooses the best.
 
     Args:
-        setup: the original model, which is as before after every call, and the text.
+        setup: the original model and the text; every call leaves the model unchanged.
         work: folder for the measured numbers.
         progress: called with one line per event.
     Raises:
         ModelError: all layers have a sliding window.
-        DataError: the windows of the text fill no page.
+        DataError: no window of the text is longer than a page of the cache.
         ResumeError: the folder holds the numbers of another search.
     Attributes:
-        windows, held_out: windows on which caches are compared, and on which the choice is measured.
+        windows, held_out: windows on which caches are compared, and windows on which the chosen cache is measured.
     """
 
     def __init__(self, setup: Setup, work: Path, progress: Callable[[str], None]) -> None:
@@ -76,8 +77,8 @@ class CacheSearch:
         self._layers = _quantizable(self._original)
         if not self._layers:
             raise ModelError(
-                f"{self._original.path}: all layers have a sliding window, and their cache is never quantized; leave "
-                "--kv-bits out"
+                f"{self._original.path}: all layers have a sliding window, and the cache of such layers is never "
+                "quantized; leave --kv-bits out"
             )
         size = self._original.vocab_size
         self.windows = few(setup.windows, size, MAX_TOKENS, REFERENCE_BYTES)
@@ -86,9 +87,9 @@ class CacheSearch:
         if longest <= DEFAULT_PAGE_SIZE:
             raise DataError(
                 f"{setup.data}: the longest window has {longest} tokens, but the cache is quantized in pages of "
-                f"{DEFAULT_PAGE_SIZE}; give a longer text, or leave --kv-bits out if the model's context is as short"
+                f"{DEFAULT_PAGE_SIZE}; give a longer text, or leave --kv-bits out if the model's context is that short"
             )
-        # Apart from the numbers about weights, because neither the recipe nor its calibration changes these.
+        # Kept apart from the numbers about weights, because recipe and calibration do not change the KL of a cache.
         self._state = setup.open_state(work / "kv-cache.json", {}, progress, self.windows)
         self._keys = [key for key in _KEYS if self._fits(KVScheme(key=key))]
         self._values = [value for value in _VALUES if self._fits(KVScheme(value=value))]
@@ -99,7 +100,7 @@ class CacheSearch:
         """Return the cache with the least KL.
 
         Args:
-            bits: most stored bits per number, scales included, on average over the layers that can be quantized.
+            bits: maximum stored bits per key or value, scales included, averaged over the layers that can be quantized.
         Raises:
             GateFailure: even the smallest types need more bits.
         """
@@ -120,7 +121,7 @@ class CacheSearch:
         choice = min(kls, key=lambda one: kls[one])
         types = self._types(choice)
         self._progress("measuring the chosen cache on other text")
-        del self._probe  # two texts' logits would not be needed at once
+        del self._probe  # free the logits of one text before those of the other are computed
         return CacheChoice(
             bits=8 * total(groups, choice).cost / self._elements,
             layers=tuple(
@@ -141,7 +142,7 @@ class CacheSearch:
         )
 
     def _options(self) -> list[list[Option]]:
-        """Return the options of the keys, then of the values, of each layer in order."""
+        """Return, for each layer in order, the options of its keys, then the options of its values."""
         every = {side: [self._everywhere(side, one) for one in of] for side, of in self._sides}
         groups = []
         for index, layout in self._layers.items():
@@ -159,7 +160,7 @@ class CacheSearch:
         return self._kl(f"{_dtype(scheme)} {side} in all layers", dict.fromkeys(self._layers, _beside(side, scheme)))
 
     def _uniform(self, groups: Sequence[Sequence[Option]], budget: float) -> list[Choice]:
-        """Return the choices with the same types in all layers that fit and promise the least KL."""
+        """Return the choices with the same types in all layers that fit the budget and have the least expected KL."""
         pairs = itertools.product(range(len(self._keys)), range(len(self._values)))
         fitting = [choice for pair in pairs if total(groups, choice := pair * len(self._layers)).cost <= budget]
         return sorted(fitting, key=lambda choice: total(groups, choice).sensitivity)[:_UNIFORM]
@@ -176,12 +177,12 @@ class CacheSearch:
         }
 
     def _name(self, choice: Choice) -> str:
-        """Return the types, or the types of each layer if they differ."""
+        """Return a description of the types; it lists the types of every layer if they are not the same everywhere."""
         names = [f"{_dtype(one.key)} keys and {_dtype(one.value)} values" for one in self._types(choice).values()]
         return names[0] if len(set(names)) == 1 else "; ".join(names)
 
     def _fits(self, scheme: KVScheme) -> bool:
-        """Whether the heads of all layers have a width that the scheme can store."""
+        """Whether the scheme can store the head width of every layer."""
         try:
             for layout in self._layers.values():
                 replace(layout, cache=LayerCache(scheme=scheme))
@@ -206,14 +207,14 @@ class CacheSearch:
 
 
 def check_cache_search(model: str | None, options: SearchOptions) -> None:
-    """Refuse a model, a format or settings of the engine before any work.
+    """Refuse a model, a format or engine settings that the search cannot use, before any work.
 
     Args:
         model: directory or hub id; None = the demo model.
         options: options of the search.
     Raises:
-        InputError: the engine's settings already change the cache.
-        ModelError: transformers runs the model, or it caches something other than keys and values.
+        InputError: the engine settings include one that the search sets itself or cannot use.
+        ModelError: transformers runs the model, or the model caches something other than keys and values.
         SchemeError: the recipe's format cannot describe a KV cache.
     """
     if given := {"backend", "kv_cache", "kv_budget", "speculate"} & options.engine.keys():
@@ -224,12 +225,12 @@ def check_cache_search(model: str | None, options: SearchOptions) -> None:
         read_headers(reader)
     except NotNative as error:
         raise ModelError(
-            f"{reader.path}: transformers runs this model, with a cache of its own; leave --kv-bits out"
+            f"{reader.path}: transformers runs this model, and its cache cannot be quantized; leave --kv-bits out"
         ) from error
 
 
 def recipe_with_cache(recipe: Recipe, section: dict[str, Any], **fields: Any) -> Recipe:
-    """Return the recipe with a `kv_cache:` that needs no data, and with further fields."""
+    """Return the recipe with a `kv_cache:` that needs no calibration data, and with further fields replaced."""
     linear = recipe.scheme.default
     if not recipe.steps and (linear is None or linear.activation is None or not linear.activation.is_calibrated):
         fields["calibration"] = None
@@ -259,7 +260,7 @@ def cache_remark(choice: CacheChoice, data: str = "the same text") -> str:
 
 
 def _quantizable(llm: LLM) -> dict[int, KVLayout]:
-    """Return the layout of each decoder layer whose cache the engine would quantize, keyed by number."""
+    """Return the layout of each decoder layer whose cache the engine would quantize, keyed by layer number."""
     cache, model = llm.engine.runner.cache, llm.model
     assert cache is not None and isinstance(model, NativeModel), "`check_cache_search` refuses other models"
     return {
@@ -271,7 +272,7 @@ def _quantizable(llm: LLM) -> dict[int, KVLayout]:
 
 @contextmanager
 def cached_as(llm: LLM, choice: CacheChoice | None, windows: Windows) -> Iterator[None]:
-    """Run a model inside the block with a chosen cache, which has room for these windows at once; None = its own."""
+    """Give a model a chosen cache inside the block, large enough for all these windows together; None = its own."""
     if choice is None:
         yield
         return
@@ -302,9 +303,10 @@ def _cached(llm: LLM, types: _Types, windows: Windows) -> Iterator[None]:
 
 
 def _beside(side: str, scheme: CacheScheme) -> KVScheme:
-    """Return a scheme with one side in 8 bits, which costs next to nothing, so that its KL is that of the other side.
+    """Return a cache scheme for one side, with the other side in 8 bits.
 
-    Without 8-bit keys, values would not wait in a residual window as they will.
+    8 bits cost almost no KL, so the KL of the cache is that of the given side. Keys are never left unquantized: without
+    quantized keys, values would not wait in a residual window, as they do in the chosen cache.
     """
     keys, values = (scheme, INT8_TOKEN) if side == "keys" else (INT8_CHANNEL, scheme)
     return KVScheme(key=keys, value=values)

@@ -1,7 +1,7 @@
 """Candidates of a search: a number type and a group size for a fused group, written `int4:32`.
 
 The search leaves out candidates that the format cannot store, alone or together with others, and says so in a note.
-Engines do not load zero points beside weights of another scheme, so every candidate is symmetric.
+Engines do not load zero points together with weights of a different scheme, so every candidate is symmetric.
 """
 
 import math
@@ -20,7 +20,7 @@ from quantkit.numerics.dtype import DTYPES, GGML_TYPES, find_dtype
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.planning.memory import from_linear
 
-FINE = 32  # size of the finer groups that are tried too, if the base recipe has larger ones
+FINE = 32  # size of the finer groups that are tried too, if the base recipe has larger groups
 SKIP = "skip"
 _NOWHERE = "search-trial"  # output path of this module's plans, which are never carried out
 
@@ -56,7 +56,7 @@ class Candidate:
 def base_groups(base: Recipe) -> int | str:
     """Return the group size of the recipe that a search starts from: a number or "channel".
 
-    Whether the size is strict is ignored.
+    The field `strict` of a group size is ignored.
 
     Raises:
         RecipeError: the recipe quantizes no weights, or its scales are shared by block or by tensor, which no candidate
@@ -96,7 +96,10 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
         except SchemeError as error:
             raise RecipeError(f"candidate {text!r}: {error}") from None
         if colon and size != "channel" and not re.fullmatch(r"[1-9]\d*", size):
-            raise RecipeError(f"candidate {text!r}: {size!r} is not a group size; write int4:32 or int8:channel")
+            raise RecipeError(
+                f"candidate {text!r}: {size!r} is not a group size; give a number of inputs or 'channel', such as "
+                "int4:32 or int8:channel"
+            )
         groups: int | str = (size if size == "channel" else int(size)) if colon else dtype.group or group_size
         candidates.append(Candidate(dtype=dtype.name, group_size=groups))
     if not candidates:
@@ -105,7 +108,7 @@ def read_candidates(texts: Sequence[str], group_size: int | str) -> tuple[Candid
 
 
 def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
-    """Return all integer types in the base recipe's group size, and the 3- to 5-bit types also in finer groups.
+    """Return all integer types with the base recipe's group size, and the 3- to 5-bit types with finer groups too.
 
     Args:
         group_size: group size of the base recipe.
@@ -118,7 +121,7 @@ def default_candidates(group_size: int | str) -> tuple[Candidate, ...]:
 
 
 def gguf_candidates() -> tuple[Candidate, ...]:
-    """Return the types of a GGUF file: the K types, Q4_1 and Q8_0.
+    """Return the default candidates for a GGUF file: the K types, Q4_1 and Q8_0.
 
     Rows whose length is not a multiple of 256 get Q4_0, Q5_0, Q5_1 and Q8_0 instead of K types. For such rows, Q4_1
     fills the gap between Q4_0 and Q5_0.
@@ -183,10 +186,13 @@ def usable(
     Raises:
         RecipeError: the base recipe has overrides, or no candidate can be used.
         ModelError: the model cannot be compressed.
-        GateFailure: even the smallest choice needs more than `bits` or `num_bytes`; the message says how many.
+        GateFailure: even the smallest choice needs more than `bits` or `num_bytes`; the message says how much.
     """
     if base.source["overrides"]:
-        raise RecipeError(f"recipe {base.name!r} has overrides, which the search writes; remove them or use ignore")
+        raise RecipeError(
+            f"recipe {base.name!r} has overrides, but the search writes them itself; remove them, or use ignore to "
+            "leave modules unquantized"
+        )
     kept: dict[Candidate, dict[str, LinearScheme]] = {}  # scheme of each linear, keyed by candidate and full name
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
     weights = 0
@@ -200,7 +206,7 @@ def usable(
                 notes.append(f"left out {candidate.name}: for this model's widths it is the same as {same[0]}")
                 continue
             sizes = _sizes(plan)
-            # A format may store a scheme alone but not beside another one, so try it in the first block only.
+            # A format may store a scheme alone but not together with others, so try it in the first block only.
             first = next(iter(sizes)).rsplit(".", 2)[0]
             block = [name for name in sizes if name.rsplit(".", 2)[0] == first]
             if kept and len(block) < len(sizes):
@@ -222,7 +228,7 @@ def usable(
 
 
 def _require(target: str, limit: float | None, least: float, taken: str, names: list[str]) -> None:
-    """Raise GateFailure if the limit of a target is below `least`, what the smallest choice takes."""
+    """Raise GateFailure if the limit of a target is below `least`, the size of the smallest choice."""
     if limit is not None and limit < least:
         raise GateFailure(
             f"{target.format(limit)} cannot be reached: the smallest candidates (of {', '.join(names[:4])}"

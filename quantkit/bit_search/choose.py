@@ -28,9 +28,9 @@ from quantkit.runtime.llm import LLM
 if TYPE_CHECKING:
     from quantkit.bit_search.sensitivities import MeasuredGroups
 
-_ROUNDS = 3  # most rounds that try to move every group; each round measures the model about twice per group
-_PAIRS = 6  # most single moves and pairs of moves to measure if making all moves together does not help
-_TRIES = 5  # tries to reach a KL; each try scales the limit of the summed KL by target / measured KL
+_ROUNDS = 3  # maximum number of rounds; a round tries to move every group, in about two measurements per group
+_PAIRS = 6  # maximum number of single moves and pairs to measure if making all moves together does not help
+_TRIES = 5  # attempts to reach a KL; each attempt scales the limit of the summed KL by target / measured KL
 
 
 Progress = Callable[[str], None]
@@ -44,7 +44,7 @@ def within_budget(
     Args:
         groups: the measured groups.
         budget: maximum bytes of all groups together.
-        rounds: largest number of rounds; in each, every group is tried with its neighbouring options.
+        rounds: maximum number of rounds; each round tries the neighbouring options of every group.
         progress: called with one line per event.
     Raises:
         GateFailure: even the cheapest options exceed the budget.
@@ -87,7 +87,7 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
         if measured <= kl and (best is None or total(options, choice).cost < total(options, best).cost):
             best = choice
         if measured <= 0 or 0.97 * kl <= measured <= kl:
-            break  # the rest of the KL would rarely pay for one group's next cheaper option
+            break  # the KL that is left is rarely enough for a cheaper option of any group
         # Single-group KLs do not add up to the measured KL: scale the limit of their sum by the error.
         # 0.99 aims slightly below the target, since a choice above it does not count.
         limit *= 0.99 * kl / measured
@@ -112,14 +112,14 @@ def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
 
 
 def _moves(groups: MeasuredGroups, choice: Choice, best: float, budget: float) -> Iterator[Choice]:
-    """Yield choices that may improve on `choice`: first with all moves that pay off together, then the best single
-    moves and pairs.
+    """Yield choices that may improve on `choice`: first the choice after all moves that pay off together, then the
+    choices after the best single moves and pairs of moves.
     """
     options = groups.options
     rows = [next_options(group, at) for group, at in zip(options, choice, strict=True)]
     near = _neighbours(groups, choice, best)
     together = least_sensitivity(near, budget)
-    assert together is not None  # the choice at hand is within the budget
+    assert together is not None  # the current choice is within the budget
     if any(together):
         yield tuple(row[n] for row, n in zip(rows, together, strict=True))
     # Many moves together may interact, so single moves and pairs are tried too.
@@ -167,7 +167,7 @@ class Judge:
 
     Args:
         original: the loaded original model.
-        goal: target, per cent of the original's scores.
+        goal: target in per cent of the original's scores.
     """
 
     original: LLM
@@ -175,7 +175,7 @@ class Judge:
     _answers: EvaluationResult | None = field(default=None)
 
     def recovery(self, llm: LLM) -> float:
-        """Return the recovery in per cent over the tasks of the suite `quick`, with equal weights.
+        """Return the recovery in per cent, averaged over the tasks of the suite `quick` with equal weights.
 
         Raises:
             DataError: the tasks cannot be run or compared.

@@ -1,4 +1,4 @@
-"""Parts of a GGUF file other than linears, for a search: the type of embedding and head, and the size of the rest."""
+"""What a search for a GGUF file needs besides linears: the type of embedding and head, and the size of the rest."""
 
 import json
 import math
@@ -24,11 +24,11 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.model.model import NativeModel
 
 EMBEDDING = "embedding"
-# Type of embedding and head that corresponds to a candidate to which they cannot be rounded.
+# Type of embedding and head for candidates to which embedding and head cannot be rounded.
 _BESIDE = {"int5": "q5_k", "q5_1": "q5_k", "int6": "q6_k", "int8": "q8_0"}
 _ENTRIES = 4096  # bytes of the `quantkit.*` entries, without the module names in the recipe
 _LIST = "  - \n"  # text around each module name in the YAML of a recipe
-_PADDING = 32  # most padding bytes after a tensor
+_PADDING = 32  # maximum number of padding bytes after a tensor
 
 _Ends = tuple[Callable[[Tensor], Tensor], Linear]  # fields `embedding` and `head` of a model
 
@@ -49,7 +49,7 @@ class CandidateForm:
 
 
 def makes_gguf(recipe: Recipe) -> bool:
-    """Whether a recipe makes one GGUF file."""
+    """Whether the output of a recipe is a GGUF file."""
     return recipe.format == FORMAT.name
 
 
@@ -59,7 +59,7 @@ def embedding_type(candidate: Candidate) -> str:
 
 
 class Ends:
-    """Embedding and head of the original, whose values are rounded to a GGUF type while `type_name` is set.
+    """Embedding and head of the original model; while `type_name` is set, they have values rounded to this GGUF type.
 
     Args:
         original: the loaded original model.
@@ -71,7 +71,10 @@ class Ends:
 
     def __init__(self, original: LLM) -> None:
         if not isinstance(original.model, NativeModel):
-            raise ModelError(f"{original.path}: a search for a GGUF file needs the native backend")
+            raise ModelError(
+                f"{original.path}: transformers runs this model, but a search for a GGUF file needs quantkit's engine; "
+                "choose another format"
+            )
         self._model, self._reader = original.model, open_dense(original.path)
         family = self._model.config.family
         self.modules = (family.embedding,) if self._model.config.tied else (family.embedding, family.head)
@@ -133,10 +136,10 @@ class Ends:
 
 
 def rest_bytes(trial: Path, base: Recipe, stored: Mapping[str, CandidateForm], type_name: str) -> int:
-    """Return an upper bound of the bytes of a GGUF file outside the tensors whose types a search chooses.
+    """Return an upper bound on the bytes of a GGUF file outside the tensors whose types a search chooses.
 
     Args:
-        trial: folder of the model compressed with one candidate. Its GGUF file is made, measured and deleted.
+        trial: folder of the model compressed with one candidate. A GGUF file is made from it, measured and deleted.
         base: recipe that the search starts from.
         stored: how the tensors whose types the search chooses are stored in the trial, keyed by full name.
         type_name: type of embedding and head in the trial.

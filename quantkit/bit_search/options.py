@@ -46,7 +46,7 @@ class SearchOptions:
     max_tokens: int = setting(8192, "Number of tokens of that text per measurement.", flag="--tokens", minimum=2)
     rounds: int = setting(
         3,
-        "Rounds that correct the choice for interactions between groups; for --bits and --size.",
+        "Rounds that correct the choice for interactions between groups; applies to --bits and --size.",
         flag="--rounds",
         minimum=0,
     )
@@ -60,7 +60,7 @@ class SearchOptions:
         kind=Path,
     )
     on: str = setting("local", "Where trials run: local, ray or ray:ADDRESS.", flag="--on PLACE")
-    jobs: int = setting(1, "Trials at a time, locally.", flag="--jobs", minimum=1)
+    jobs: int = setting(1, "Number of local trials at a time.", flag="--jobs", minimum=1)
     device: str = "auto"
     engine: Mapping[str, Any] = field(default_factory=dict)
     resume: bool = True
@@ -100,7 +100,7 @@ class SearchTarget:
 
     kv_bits: float | None = setting(
         None,
-        "Target for the KV cache, alone or beside another: at most this many stored bits per key or value.",
+        "Target for the KV cache, alone or with a target for weights: at most this many stored bits per key or value.",
         flag="--kv-bits",
         above=0,
         kind=float,
@@ -112,7 +112,7 @@ class SearchTarget:
         if several or not given or not all(0 < value < math.inf for value in given):  # nan is neither
             raise InputError(
                 "a search needs a target above zero: one of --bits, --size, --kl and --recovery for the weights, "
-                "--kv-bits for the KV cache, or one of each"
+                "--kv-bits for the KV cache, or both"
             )
 
     @property
@@ -128,5 +128,5 @@ class SearchTarget:
 
     @property
     def of_weights(self) -> str:
-        """The target for the weights as a condition; that for the cache if it is the only one."""
+        """The target for the weights as a condition; if there is none, the target for the cache."""
         return self.text.partition(", ")[0]

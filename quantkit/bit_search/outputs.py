@@ -119,7 +119,7 @@ def open_outputs(model: str | None, target: SearchTarget, options: SearchOptions
     Args:
         model: directory or hub id; None = the demo model.
         target: target of the search.
-        options: options of the search; without `work`, trials lie in `<output>.search` until the search is done.
+        options: options of the search; without `work`, trials are kept in `<output>.search` until the search is done.
     Raises:
         OutputError: a path is a link, holds something that quantkit did not make, or is in use by another process; or
             the recipe's name does not end in .yaml or .yml.

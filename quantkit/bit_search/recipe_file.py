@@ -18,7 +18,7 @@ from quantkit.models.linear_sets import common_owner
 from quantkit.output.writer import write_text
 from quantkit.safety.untrusted import parse_yaml
 
-_FEW = 4  # the most modules of a group to list by name; larger groups get a pattern if one fits
+_FEW = 4  # maximum number of modules of a group to list by name; larger groups get a pattern if one fits
 
 
 def default_candidate(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> Candidate:
@@ -54,7 +54,7 @@ def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], 
 
 
 def remarks_on(groups: Sequence[MeasuredGroup], choice: Choice) -> dict[str, str]:
-    """Return a comment about each group, keyed by the first pattern that stands for the group in an override."""
+    """Return a comment about each group, keyed by the first pattern of the group in an override."""
     every = [name for group in groups for name in group.modules]
     return {
         _patterns(group.modules, every)[0]: f"layer {group.layer} {group.name}: "
@@ -106,7 +106,7 @@ def write_recipe(path: Path, recipe: Recipe, remarks: Sequence[str], of_patterns
     lines += [f"measured: {_flow(dict(recipe.measured))}"] if recipe.measured else []
     text = "\n".join([*lines, ""])
     again = build(parse_yaml(text, path.name, RecipeError), path.name)
-    assert again.source == recipe.source, "the file is another recipe"
+    assert again.source == recipe.source, "the written file reads as a different recipe"
     write_text(path, text)
 
 

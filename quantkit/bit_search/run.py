@@ -73,7 +73,7 @@ def search_recipe(
     Returns:
         The choice with its expected and measured KL; `reached` tells whether the target is met.
     Raises:
-        InputError: model, recipe, text or output cannot be used.
+        InputError: the model, recipe, text or output cannot be used.
         GateFailure: no choice can meet the target.
     """
     started = time.perf_counter()
@@ -93,7 +93,7 @@ class _Search:
         outputs: locked output paths.
     Attributes:
         setup: the original model and the text.
-        cache: the chosen KV cache; None = the recipe's.
+        cache: the chosen KV cache; None = the cache of the recipe.
         notes: remarks for the user.
         trial: folder or GGUF file of the model that was compressed with the last choice.
     """
@@ -148,26 +148,26 @@ class _Search:
         judge = None if target.recovery is None else Judge(original=self.setup.original, goal=target.recovery)
         of_cache = self.cache.measured_kl if self.cache else 0.0
         kl = target.kl if target.kl is not None else judge.first_kl(*self._coarsest()) if judge else 0.0
-        goal = kl - of_cache  # of the weights
+        goal = kl - of_cache  # limit for the KL of the weights
         for attempt in range(_TRIES):
             result = self.verify(self._within_kl(kl, of_cache), judge)
             if result.reached or attempt == _TRIES - 1:
                 break
-            # Of the measured KL, only what exceeds the cache's own shrinks with the weights'.
+            # The KL of the cache stays the same: only the rest of the measured KL shrinks with the limit.
             shrunk = (kl - of_cache) * 0.97 * goal / max(result.measured_kl - of_cache, goal)
             kl = of_cache + shrunk if judge is None else judge.next_kl(result)
         return result
 
     def _within_kl(self, kl: float, of_cache: float) -> Choice:
-        """Return the smallest choice for the weights with which the model and its cache have this KL.
+        """Return the smallest choice for the weights with which the model and its cache have at most this KL.
 
         Raises:
-            GateFailure: there is none.
+            GateFailure: there is no such choice.
         """
         if self.cache and kl <= of_cache:
             raise GateFailure(
-                f"{self.target.text} cannot be reached: it takes a KL of about {kl:.5f}, and the KV cache alone has "
-                f"{of_cache:.5f}; raise --kv-bits, or lower the target for the weights"
+                f"{self.target.text} cannot be reached: it takes a KL of about {kl:.5f}, but the KV cache alone has "
+                f"{of_cache:.5f}; raise --kv-bits, or relax the target for the weights"
             )
         return within_kl(self.measured, kl - of_cache, progress=self.runner.progress)
 
@@ -181,8 +181,8 @@ class _Search:
         least, most = (rest + sum(map(extreme, costs)) for extreme in (min, max))
         if num_bytes < least:
             raise GateFailure(
-                f"bytes<={num_bytes} cannot be reached: the smallest choice takes {least} bytes, of which {rest} are "
-                "never compressed; raise --size, or give smaller --candidates"
+                f"bytes<={num_bytes} cannot be reached: the smallest choice takes {least} bytes, and {rest} of "
+                "these bytes are never compressed; raise --size, or give smaller --candidates"
             )
         if num_bytes > most:
             text = f"--size allows {byte_size(num_bytes)}, but the largest choice takes {byte_size(most)}."
@@ -215,7 +215,7 @@ class _Search:
         ]
         recipe = self._write(choice, remarks)
         runner.progress(f"expecting a KL of {expected:.6f} at {bits:.3f} bits")
-        # Not the choice itself: its indices refer to candidates, which may change.
+        # Named after the recipe, not the choice: the indices of a choice refer to candidates, which may change.
         text = json.dumps([recipe.source, recipe.gates])
         name = f"result-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self.trial = runner.folder / f"{name}{FORMATS.load(recipe.format).suffix}"
@@ -286,7 +286,7 @@ class _Search:
             base,
             default_candidate(self.candidates, groups, numbers),
             name=self.outputs.recipe_name,
-            description=f"{base.name} with the numbers of each fused group chosen by a search for {target.text}.",
+            description=f"{base.name} with the number type of each fused group chosen by a search for {target.text}.",
             gates=gates,
             overrides=overrides(self.candidates, groups, numbers),
             **fields,

@@ -104,8 +104,8 @@ class MeasuredGroup:
     Args:
         layer, name, modules: see `evaluate.group_swaps.FusedGroup`.
         num_weights: number of weights in the group.
-        options: bytes and KL of each candidate, in order. Except in a search for a GGUF file, a last option leaves the
-            group unquantized.
+        options: bytes and KL of each candidate, in order. Except in a search for a GGUF file, one more option at the
+            end leaves the group unquantized.
         forms: the group as compressed with each candidate.
     """
 
@@ -198,9 +198,11 @@ def measure_groups(
         options.append([Option(cost=cost, sensitivity=kl) for cost, kl in zip(costs, measured, strict=True)])
         if ends is not None and candidate is candidates[-1]:
             rest = rest_bytes(folder, runner.base, stored, embedding_type(candidate))
-        free_models()  # the candidate's, before the next is loaded
+        free_models()  # free the candidate's model before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
-        raise ModelError(f"{original.path}: the candidates have no fused groups in common; check ignore in the recipe")
+        raise ModelError(
+            f"{original.path}: the candidates give different fused groups, or none; check ignore in the recipe"
+        )
     measured_groups = [
         MeasuredGroup(
             layer=group[0].layer,

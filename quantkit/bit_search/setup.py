@@ -27,7 +27,7 @@ from quantkit.quantities import dtype_name
 from quantkit.runtime.llm import LLM
 
 REFERENCE_BYTES = 2 << 30  # limit for the size of the original's reference logits
-_SHORT = 64  # tokens; windows as short would say little, and nothing about a cache with pages of 64 tokens
+_SHORT = 64  # tokens; windows this short would say little, and nothing about a cache with pages of 64 tokens
 _CHOSEN = ("name", "weights", "overrides", "embedding", "kv_cache")  # fields of a recipe that a search sets
 _DEFAULT = "gptq-int4"
 # The search chooses the overrides itself, and the recipe's gates are for another size: both are cleared.
@@ -43,7 +43,7 @@ def start_recipe(
         name: name of a shipped recipe, or path of a .yaml file; None = the default for the format.
         format_name: on-disk format; None = the recipe's.
         changes: fields to replace, see `load`.
-        cache_only: whether the default is a recipe that keeps the weights as they are.
+        cache_only: whether the default is a recipe that leaves the weights unquantized.
     Raises:
         InputError: there is no such format.
         RecipeError: see `load`.
@@ -74,7 +74,7 @@ class Setup:
         source: digests of the model's files.
         data, text_sha256: name and digest of the text.
         windows: windows on which the search measures.
-        held_out: as many other windows for the result; the same ones if the text has no others.
+        held_out: at most as many other windows, to measure the result; equal to `windows` if the text is too short.
         notes: remarks for the user.
     """
 
@@ -105,7 +105,7 @@ class Setup:
         Args:
             path: path of the file.
             about: what determines the numbers, besides the model, the text, the versions and the device.
-            progress: called with one line if there are numbers.
+            progress: called with one line if the file holds numbers.
             windows: text of the measurements; None = `self.windows`.
         Raises:
             ResumeError: the file holds the numbers of another search.
@@ -142,7 +142,7 @@ def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], 
     engine: dict[str, Any] = {"dtype": "float32", "device": options.device, **options.engine}
     progress("loading the original")
     original = load_llm(str(folder), **engine)
-    if original.kv_type not in UNQUANTIZED:  # the source's own settings, which recipes replace
+    if original.kv_type not in UNQUANTIZED:  # the checkpoint's own cache settings, which recipes replace
         plain = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype_name(original.model.dtype)]
         del original
         original = load_llm(str(folder), **engine, kv_cache=plain)
@@ -152,7 +152,7 @@ def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], 
     held_out = windows[1::2][: len(used)]
     if max(map(len, held_out), default=0) <= _SHORT:
         held_out = used
-        notes = (*notes, "The text is too short to hold tokens out: the result is measured on those of the choice.")
+        notes = (*notes, "The text is too short to hold tokens out: the result is measured on those used to choose.")
     return Setup(
         original=original,
         engine=engine,
@@ -166,7 +166,7 @@ def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], 
 
 
 def describe_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Return what a recipe contributes to measured numbers.
+    """Return the parts of a recipe that affect the measured numbers.
 
     The fields that candidates set are left out, so that a search with other candidates can reuse the numbers.
     """

@@ -205,7 +205,7 @@ def prefill_floor(shape: ModelShape, scheme: memory.WeightChoice, device: Device
 
 
 def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[str, float]:
-    """Return the operations of all linears per token, keyed by the number type of the product."""
+    """Return the operations that all linears need for one token, keyed by the number type of their products."""
     if not shape.layers:
         return {"bf16": 2.0 * shape.active_parameters}
     flops: Counter[str] = Counter()

@@ -49,8 +49,8 @@ class SweepOptions:
         threads: threads of each trial; None = as in an earlier run of the sweep, else this machine's cores / `jobs`.
         device: "auto", "cpu" or "cuda".
         verify: further arguments for `quantkit verify`.
-        resume: reuse finished trials in the folder; False = run the trials of this call again, and leave other
-            trials alone.
+        resume: reuse finished trials in the folder; False = run the trials of this call again, and do not change
+            other trials.
     """
 
     output: Path

@@ -97,7 +97,7 @@ class Outcome:
 
 
 def quantize_command(model: str | None, recipe: Path, made: Path, device: str, *further: str) -> TrialCommand:
-    """Return the command that compresses a model with a recipe file; None = the demo model."""
+    """Return the command that compresses a model with a recipe file; model None = the demo model."""
     words = ("quantize", *([] if model is None else [model]), "--recipe", str(recipe), "-o", str(made))
     return TrialCommand(arguments=(*words, "--device", device, *further), made=made)
 
@@ -121,9 +121,9 @@ def planned_bytes(model: str | None, recipe: str | Path) -> int:
         plan = estimate(model, recipe=recipe)
     except InputError:
         return 0  # the command itself reports the error
-    # The original twice: as it is, and in another dtype for the noise floor.
+    # The original is loaded twice: in its own dtype, and in a different one for the noise floor.
     run = 2 * plan.weights[0].size.memory_bytes + plan.weights[-1].size.memory_bytes
-    compression = {**(plan.compression or {}), "libraries": 0}  # they are in `_PROGRAM_BYTES`
+    compression = {**(plan.compression or {}), "libraries": 0}  # `_PROGRAM_BYTES` includes them
     return _PROGRAM_BYTES + max(run, sum(compression.values()))
 
 
@@ -219,7 +219,7 @@ def _result(ray: Any, done: Any, trial: Trial) -> Outcome:
         reason = f"quantkit could not run the trial: {first_line(error.cause)}"
         return Outcome(name=trial.name, exit_code=1, reason=reason)
     except ray.exceptions.RayError as error:  # the base class for lost workers and machines
-        reason = f"Ray lost the worker, and then those of {RETRIES} retries ({type(error).__name__})"
+        reason = f"Ray lost the worker in the first attempt and in {RETRIES} retries ({type(error).__name__})"
         return Outcome(name=trial.name, exit_code=ResourceError.exit_code, reason=reason)
 
 
@@ -245,7 +245,7 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
         reason = f"folder {unseen} does not exist on {platform.node()}; all workers must share one file system"
         return Outcome(name=trial.name, exit_code=InputError.exit_code, reason=reason)
     with trial.log.open("a+", encoding="utf-8", errors="replace") as log:
-        # Children inherit the lock, but not on Windows: after a lost worker, the next attempt waits here until the old
+        # Except on Windows, children inherit the lock: after a lost worker, the next attempt waits here until the old
         # child is gone.
         lock(log.fileno(), wait=True)
         print(f"attempt on {platform.node()}", file=log, flush=True)
@@ -269,7 +269,7 @@ def _run(
         stdout=subprocess.PIPE,
         stderr=log,
         cwd=trial.folder,
-        # A trial is a job of its own, not a rank of the job that starts it.
+        # A trial is a separate job, not a rank of the job that starts it.
         env={
             **{name: value for name, value in os.environ.items() if name not in _RANKS},
             **dict.fromkeys(_THREADS, str(trial.threads)),

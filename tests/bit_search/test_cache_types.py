@@ -222,7 +222,7 @@ def test_the_kl_of_the_cache_counts_in_a_target_of_kl(model, with_weights, tmp_p
     # A recovery for which even the cache alone loses too much is given up before anything is compressed again.
     monkeypatch.setattr(run.Judge, "first_kl", lambda self, *coarse: 1e-6)
     again = dataclasses.replace(options, output=tmp_path / "again.yaml")
-    with pytest.raises(GateFailure, match=r"it takes a KL of about 0.00000, and the KV cache alone has 0\.\d+; raise"):
+    with pytest.raises(GateFailure, match=r"it takes a KL of about 0.00000, but the KV cache alone has 0\.\d+; raise"):
         search_recipe(str(model), SearchTarget(recovery=99.9, kv_bits=BITS), again)
 
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_searched_is_refused(model, options, tmp_path, monkeypatc
         ({"on": "ray"}, "--on"),
         ({"rounds": 0}, "--rounds"),
     ):
-        with pytest.raises(InputError, match=f"{flag} applies to weights; add a target for them, such as --bits"):
+        with pytest.raises(InputError, match=f"{flag} applies to weights; add a target for weights, such as --bits"):
             search(**changes)
     with pytest.raises(InputError, match="engine: kv_cache cannot be set"):
         search(engine={**ENGINE, "kv_cache": "int8"})
