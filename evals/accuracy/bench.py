@@ -1,6 +1,6 @@
-"""A model of the test bed, ready to be measured against: its text in windows, the original's predictions, its tasks.
+"""A model of the test bed, loaded for measurements: windows of its text, predictions of the original, and tasks.
 
-Everything is drawn with fixed seeds: the same windows, calibration ids and items for quantkit and for its peers.
+All random choices have fixed seeds, so quantkit and its peers get the same windows, calibration ids and items.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from quantkit.demo import DEMO_MODEL, DEMO_TEXT, GENERAL_TEXT, is_demo
 from quantkit.evaluate.run import evaluate
 from quantkit.runtime.llm import LLM
 
-TEXT_CHARACTERS = 450_000  # of the demo language: more than 400 windows
+TEXT_CHARACTERS = 450_000  # of text in the demo language, for more than 400 windows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """What rows of one model are measured against.
+    """What the rows of one model are measured against.
 
     Args:
-        model: its declaration.
-        path: of the original.
-        data: folder with texts and items, or None.
+        model: declaration of the model.
+        path: path of the original.
+        data: folder with texts and task items; None = no folder.
         original: the original in float32.
-        windows: of the text.
-        reference: the original's predictions there; None where they are too large to be kept.
+        windows: windows of the text.
+        reference: predictions of the original on the windows; None if they are too large to keep.
     """
 
     model: Model
@@ -50,8 +50,8 @@ def open_bench(model: Model, models: Path | None, data: Path | None) -> Bench:
     """Load the original and read its text.
 
     Args:
-        model: which.
-        models, data: folders of models and of data; not needed for the demo model.
+        model: declaration of the model.
+        models, data: folders of models and of data; the demo model does not need them.
     """
     path = DEMO_MODEL if model.text is None else _below(models, model.folder or model.name, "--models")
     original = load(path)
@@ -68,7 +68,7 @@ def open_bench(model: Model, models: Path | None, data: Path | None) -> Bench:
 
 def _below(folder: Path | None, name: str, option: str) -> Path:
     if folder is None or not (folder / name).exists():
-        raise SystemExit(f"{name}: not below {option} ({folder}); give the folder that holds it")
+        raise SystemExit(f"{name} is not in the folder of {option} ({folder}); give the folder that contains it")
     return folder / name
 
 
@@ -82,11 +82,13 @@ def _text(name: str | None, data: Path | None, seed: str, characters: int) -> st
 
 
 def write_calibration(bench: Bench, path: Path) -> None:
-    """Windows of ids from random places of the calibration text, seed 0, one a line; BOS first where there is one.
+    """Write windows of token ids from random places of the calibration text, with seed 0.
+
+    Each window is one line, and starts with BOS if the model has it.
 
     Args:
-        bench: whose model reads them.
-        path: a .jsonl file, as a recipe's calibration.data takes it.
+        bench: bench of the model that will read the windows.
+        path: a .jsonl file that a recipe can use as calibration.data.
     """
     bundled = DEMO_TEXT if is_demo(bench.path) else GENERAL_TEXT
     name, count, length = bench.model.calibration, bench.model.samples, bench.model.length
@@ -100,12 +102,12 @@ def write_calibration(bench: Bench, path: Path) -> None:
 
 
 def measure(bench: Bench, checkpoint: Path, *, tasks: bool, **about: Any) -> Row:
-    """Score a checkpoint on the text and ask it the model's tasks.
+    """Score a checkpoint on the text, and run the model's tasks with it.
 
     Args:
-        bench: what it is measured against.
-        checkpoint: of any layout that quantkit reads.
-        tasks: whether to ask them.
+        bench: what the checkpoint is measured against.
+        checkpoint: a checkpoint in any layout that quantkit reads.
+        tasks: whether to run the tasks.
         about: the other fields of `Row`.
     """
     llm = load(checkpoint)
@@ -122,7 +124,7 @@ def measure(bench: Bench, checkpoint: Path, *, tasks: bool, **about: Any) -> Row
 
 
 def ask(bench: Bench, llm: LLM) -> dict[str, Answers]:
-    """Answers to the model's tasks: all items."""
+    """Return the answers to all items of the model's tasks."""
     if not bench.model.tasks:
         return {}
     run = partial(evaluate, llm, tasks=_names(bench))
@@ -131,7 +133,7 @@ def ask(bench: Bench, llm: LLM) -> dict[str, Answers]:
 
 
 def _names(bench: Bench) -> list[str]:
-    """Tasks of the model; of BLiMP every paradigm that is there, so that paradigms weigh the same."""
+    """Return the tasks of the model; each paradigm of BLiMP is a task, so that paradigms have equal weights."""
     names = list(bench.model.tasks)
     if "local_blimp" in names and bench.data is not None:
         names.remove("local_blimp")

@@ -1,14 +1,14 @@
-"""Every shipped recipe on a real model, by the command line: linears worse than rounding, and whether its gates hold.
+"""Run every shipped recipe on a real model: count linears that are worse than rounding, and check the gates.
 
     python evals/accuracy/every_recipe.py MODEL WORK TEXT                                    # as shipped
-    python evals/accuracy/every_recipe.py MODEL WORK TEXT --samples 16 --sequence-length 256 # calibrated with less
+    python evals/accuracy/every_recipe.py MODEL WORK TEXT --samples 16 --sequence-length 256 # less calibration data
         [--recipes awq-int4,gptq-int4]                      # -> evals/results/recipes/<model>[-16x256].json
 
-KL and perplexity are what `quantkit verify` reports for the first 4k tokens of TEXT; tasks are not asked.
+KL and perplexity are what `quantkit verify` reports for the first 4k tokens of TEXT; no tasks are run.
 
-A linear counts as worse than rounding if its error, relative to the original model's output and measured on tokens that
-were held out of the calibration, is more than 2 % above that of rounding to nearest. Recipes without such a
-measurement have no such count. Rows are kept as they are done; those that are there already are not made again.
+A linear counts as worse than rounding if its error is more than 2 % above the error of rounding to nearest. Errors are
+relative to the original model's output, on tokens that were held out of the calibration. Recipes that do not measure
+these errors have no count. Each row is saved when it is done; saved rows are not measured again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MARGIN = 1.02
 
 
 def main() -> None:
-    """A row per recipe."""
+    """Measure and save one row per recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--samples", type=int)
     parser.add_argument("--sequence-length", type=int)
-    parser.add_argument("--recipes", help="names, joined by commas")
+    parser.add_argument("--recipes", help="names of recipes, separated by commas")
     options = parser.parse_args()
     given = {"--samples": options.samples, "--sequence-length": options.sequence_length}
     size = f"-{options.samples}x{options.sequence_length}" if all(given.values()) else ""
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def row(options: argparse.Namespace, recipe: str, arguments: list[str]) -> dict[str, Any]:
-    """Quantize and verify once."""
+    """Quantize and verify with one recipe, and return the figures."""
     options.work.mkdir(parents=True, exist_ok=True)
     output = options.work / f"{recipe}.gguf" if recipe.startswith("gguf") else options.work / recipe
     shutil.rmtree(output, ignore_errors=True)
@@ -87,7 +87,7 @@ def row(options: argparse.Namespace, recipe: str, arguments: list[str]) -> dict[
 
 
 def verified(options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    """What `quantkit verify` says of distributions and perplexity: figures, and gates on them that do not hold."""
+    """Return KL and perplexity as `quantkit verify` reports them, with the gates that do not hold."""
     log, report = options.work / "verify.txt", options.work / "report"
     shutil.rmtree(report, ignore_errors=True)
     command = [sys.executable, "-m", "quantkit", "verify", str(output), "--baseline", str(options.model)]

@@ -1,4 +1,4 @@
-"""docs/accuracy.md and the sentences of other pages about it, from the results on disk, for `evals/pages.py`."""
+"""Make docs/accuracy.md, and the sentences about accuracy on other pages, from saved results; for evals/pages.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from quantkit.results.statistics.paired import compare_pairs
 
 ORIGINAL = "original"
 PEERS = "peers"
-BELOW = "the peer's perplexity is below the original's, which is no merit on this model (see above)"
-BUSY = 0.05  # of the machine that others may take before seconds are marked
+BELOW = "the peer's perplexity is below the original's, which is not an advantage on this model (see above)"
+BUSY = 0.05  # share of the machine that other processes may use before seconds are marked
 
 HEAD = """\
 # Accuracy
@@ -30,7 +30,7 @@ HEAD = """\
 This page compares quantkit's methods with other tools, for each number type and model of the test bed. It is generated
 from `evals/results/accuracy/*.json`, and each figure comes from a run.
 
-    python evals/pages.py --write                                            # generate this page from the kept results
+    python evals/pages.py --write                                            # generate this page from the saved results
     python evals/accuracy/run.py --list                                      # list the missing and the stale rows
     python evals/accuracy/run.py --work DIR                                  # measure the demo model
     python evals/accuracy/run.py --work DIR --models DIR --data DIR          # measure the other models too
@@ -51,25 +51,25 @@ points in groups of 32. No row on this page uses that grid. We added no noise to
 
 **What the signs mean.** All rows of a model read the same text, so we test paired differences: Student's t over blocks
 of windows, with 95 % intervals. `+`: better than the best peer of that column. `-`: worse. `=`: within noise. ± is
-half of a 95 % interval; for perplexity, it is the interval of the difference from the original. *Tasks* is the mean
-accuracy over the tasks, followed by the paired difference from the original in points. Tables without task results do
-not have this column.
+half the width of a 95 % interval; for perplexity, it is the interval of the difference from the original. *Tasks* is
+the mean accuracy over the tasks, followed by the paired difference from the original in points. Tables without task
+results do not have this column.
 
-**Cost.** *CPU s* and *peak MB* are those of the whole process that quantized, with imports and reading. Every tool
+**Cost.** *CPU s* and *peak MB* cover the whole process that quantizes, including imports and reading. Every tool
 used one thread (`OMP_NUM_THREADS=1`). ~ marks seconds that were measured while other processes used more than 5 % of
 the machine. A process that shares caches and memory needs more CPU seconds than one that runs alone, so these seconds
-are an upper bound. The page on [performance](performance.md) has the costs for layers of a larger model.
+are an upper bound. The page on [performance](performance.md) shows the costs for layers of a larger model.
 
 **Rows that are left out.** quantkit's methods with `asymmetric_calibration` but without `true_sequential` appear only
-at 4 bits in groups, for the demo model, SmolLM2 and Gemma. Of llm-compressor and GPTQModel, this page has the methods
-that search ranges, those that apply GPTQ after AWQ, and GPTQModel's default. Simpler methods (rounding or GPTQ with
-ranges from the largest weights, AWQ alone) are not measured everywhere. Where they were measured, the tables show
-them, and none is ahead of the best of the other methods.
+at 4 bits in groups, for the demo model, SmolLM2 and Gemma. For llm-compressor and GPTQModel, this page shows the
+methods that search for the best ranges, those that apply GPTQ after AWQ, and GPTQModel's default. Simpler methods
+(rounding or GPTQ with ranges from the largest weights, AWQ alone) are not measured everywhere. Where they were
+measured, the tables show them, and none is ahead of the best of the other methods.
 
-**Stale rows.** Each row of quantkit is kept with digests of its recipe and of the code that decides codes. † marks a
-row whose recipe or code has changed since. Nobody has shown that today's code gives the same result. For each model, a
-line that begins with † says what has changed. A change of the code does not count if every shipped recipe still writes
-the same bytes for five small models (`evals/carry.py`).
+**Stale rows.** Each row of quantkit is saved with digests of its recipe and of the code that determines the quantized
+values. † marks a row whose recipe or code has changed since. It is not known whether today's code gives the same
+result. For each model, a line that begins with † says what has changed. A change of the code does not count if every
+shipped recipe still writes the same bytes for five small models (`evals/carry.py`).
 
 On the demo model, perplexity can fall below that of the original. Training counted answers eight times as much as the
 rest of a text, most of which cannot be predicted, and rounding removes some of that emphasis. KL does not have this
@@ -78,7 +78,7 @@ flaw.
 
 
 def render(results: Path = RESULTS) -> str:
-    """The page as text; a function of the files in `results` alone."""
+    """Return the page as text; it depends only on the files in `results`."""
     parts = [HEAD]
     for model in sorted(MODELS, key=lambda model: not model.folder):  # real models first
         own = load_rows(results / f"{model.name}.json")
@@ -88,7 +88,7 @@ def render(results: Path = RESULTS) -> str:
 
 
 def _methods() -> list[str]:
-    """Steps of our methods, as a recipe has them."""
+    """Return the section that lists our methods with the steps of their recipes."""
     lines = []
     for name, steps in METHODS.items():
         text = yaml.safe_dump(steps, default_flow_style=True, width=1000).strip() if steps else "none"
@@ -112,7 +112,7 @@ def _model(model: Model, own: Rows, peers: Rows) -> str:
 
 
 def standing(results: Path = RESULTS) -> str:
-    """What docs/promises.md says of all models together."""
+    """Return the paragraph of docs/promises.md about all models together."""
     groups = [group for _, group in _all_groups(results)]
     tools = "llm-compressor, GPTQModel and auto-round"
     text = (
@@ -126,7 +126,7 @@ def standing(results: Path = RESULTS) -> str:
 
 
 def readme_sentence(results: Path = RESULTS) -> str:
-    """The same in a sentence; none while one of its figures is stale, or without figures."""
+    """Return the sentences for README; "" if there are no figures or one of them is stale."""
     groups = [group for _, group in _all_groups(results)]
     if not _bests(groups) or any(map(changed, _bests(groups))):
         return ""
@@ -137,7 +137,7 @@ Group = tuple[str, bool, list[Row], list[Row]]
 
 
 def _all_groups(results: Path) -> list[tuple[Model, list[Group]]]:
-    """Of each model that was measured, its rows of each number type and form: ours, and the peers'."""
+    """Return the measured models, each with our rows and the peers' rows of each number type and form."""
     return [
         (model, _groups(model, own, load_rows(results / f"{PEERS}-{model.name}.json")))
         for model in MODELS
@@ -152,7 +152,7 @@ def _groups(model: Model, own: Rows, peers: Rows) -> list[Group]:
 
 
 def _bests(models: list[list[Group]]) -> list[Row]:
-    """Our rows that are compared with peers."""
+    """Return our best row of every group that has rows of peers."""
     return [mine[0] for groups in models for _, _, mine, theirs in groups if mine and theirs]
 
 
@@ -167,7 +167,7 @@ def changed(row: Row) -> list[str]:
 
 
 def _stale_lines(ours: list[Row]) -> list[str]:
-    """Which rows are stale, in one sentence."""
+    """Return a line that says which rows are stale and why; nothing if no row is stale."""
     reasons: dict[str, Counter[str]] = {}
     for row in ours:
         if change := changed(row):
@@ -186,7 +186,7 @@ def _count_rows(count: int, commit: str) -> str:
 
 
 def _method(row: Row) -> str:
-    """Name, marked where it is stale."""
+    """Return the name of a row's method, marked if the row is stale."""
     return f"{row.method} {MARK}" if row.tool == "quantkit" and changed(row) else row.method
 
 
@@ -205,7 +205,7 @@ def _title(name: str, symmetric: bool) -> str:
 
 
 def _summary(groups: list[Group]) -> str:
-    """Our best row by KL against the best peer in either column."""
+    """Return the table that compares our best row by KL with the best peer by perplexity and with the best by KL."""
     head = ("numbers", "quantkit's best by KL", "perplexity", "best peer by perplexity", "sign")
     lines = []
     for name, form, mine, theirs in groups:
@@ -225,7 +225,7 @@ def _summary(groups: list[Group]) -> str:
 
 
 def _standing(models: list[list[Group]]) -> str:
-    """How many rows are ahead of, level with and behind the best peer."""
+    """Say in how many settings our best row is ahead of, level with or behind the best peer."""
     both = [_signs(mine, theirs) for groups in models for _, _, mine, theirs in groups if mine and theirs]
     by_ppl, by_kl = ([signs[at] for signs in both] for at in (0, 1))
 
@@ -245,20 +245,20 @@ def _standing(models: list[list[Group]]) -> str:
 
 
 def _signs(mine: list[Row], theirs: list[Row]) -> tuple[int, int]:
-    """Of our best row against the best peer's, in perplexity and KL: -1 ahead, 0 level, 1 behind."""
+    """Compare our best row with the best peer in perplexity and in KL: -1 = ahead, 0 = level, 1 = behind."""
     best = mine[0]
     by_ppl = difference(best.nll, min(theirs, key=_perplexity).nll).sign
     return by_ppl, difference(best.kl, theirs[0].kl).sign
 
 
 def _behind(model: Model, original: Row, groups: list[Group]) -> list[str]:
-    """Rows that are behind, and why."""
+    """Return a line with the reason for every group in which our best row is behind."""
     lines = []
     for name, form, mine, theirs in groups:
         if mine and theirs and 1 in (signs := _signs(mine, theirs)):
             what = " and ".join(word for word, sign in zip(("perplexity", "KL"), signs, strict=True) if sign == 1)
             is_below = model.text is None and signs[1] < 1 and min(map(_perplexity, theirs)) < _perplexity(original)
-            reason = BELOW if is_below else REASONS.get((model.name, name, form), "no reason is known")
+            reason = BELOW if is_below else REASONS.get((model.name, name, form), "the reason is not known")
             lines.append(f"- Behind in {what}: {_title(name, form)}; {reason}.")
     return ["", *lines] if lines else []
 
@@ -294,7 +294,7 @@ def _table(original: Row, mine: list[Row], theirs: list[Row]) -> str:
 
 
 def _cost(row: Row) -> list[str]:
-    """Return CPU seconds and peak memory; empty for old rows, whose figures are not of whole processes."""
+    """Return CPU seconds and peak memory; empty for old rows, whose figures do not cover whole processes."""
     known = row.taken is not None and row.taken.machine
     mark = "" if row.others is not None and row.others <= BUSY else "~"
     seconds = f"{mark}{row.cpu_s:.0f}" if known and row.cpu_s else ""
@@ -309,7 +309,7 @@ def _where(results: Path) -> list[str]:
             for row in load_rows(results / file).values():
                 if row.taken is not None:
                     versions = ", ".join(f"{name} {value}" for name, value in row.taken.versions.items())
-                    key = (row.taken.date, row.taken.machine or "not kept", versions or "not kept")
+                    key = (row.taken.date, row.taken.machine or "not recorded", versions or "not recorded")
                     runs.setdefault(key, Counter())[row.taken.commit] += 1
     lines = [
         [*key, ", ".join(f"{commit}: {count}" for commit, count in sorted(commits.items()))]
@@ -328,18 +328,18 @@ def _kl(row: Row) -> float:
 
 
 def _label(row: Row, measured: list[Row]) -> str:
-    """Of the best of those that were measured."""
+    """Return tool and method of the best row, and how many rows were measured."""
     rank = "the only row" if len(measured) == 1 else f"best of {len(measured)} rows"
     return f"({row.tool.split()[0]}, {row.method}; {rank})"
 
 
 def _mark(found: Interval) -> str:
-    """Differences are ours minus theirs, and less is better."""
+    """Return the sign for a difference, ours minus theirs, of a figure that is better if smaller."""
     return {-1: "+", 0: "=", 1: "-"}[found.sign]
 
 
 def _thousandths(value: float) -> str:
-    """Nats x 1000 to three figures at least."""
+    """Return nats x 1000, rounded for the tables."""
     value *= 1000
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
@@ -349,7 +349,7 @@ def _asked(rows: Iterable[Row]) -> bool:
 
 
 def _tasks(row: Row, original: Row) -> str:
-    """Mean accuracy, and the paired difference to the original in points."""
+    """Return the mean accuracy, and its paired difference from the original in points."""
     names = [name for name in row.tasks if name in original.tasks]
     if not names:
         return ""
@@ -362,7 +362,7 @@ def _original_tasks(original: Row) -> str:
     if not original.tasks:
         return ""
     mean = sum(map(_accuracy, original.tasks.values())) / len(original.tasks)
-    return f", {len(original.tasks)} tasks with mean accuracy {100 * mean:.2f} %"
+    return f" and a mean accuracy of {100 * mean:.2f} % over {len(original.tasks)} tasks"
 
 
 def _accuracy(answers: Answers) -> float:

@@ -1,10 +1,10 @@
-"""Quantize with other tools, each in its own environment, and measure by the same code as ours; then write the pages.
+"""Quantize with other tools in their own environments, measure with the same code as ours, and write the pages.
 
     python evals/accuracy/peers.py --work DIR --llm-compressor PYTHON --gptqmodel PYTHON --auto-round PYTHON
         [--models DIR --data DIR] [--only 'babyllama-361 w8pc *']
 
-Kept in results/accuracy/peers-<model>.json after every row; rows of the same version of a tool are not made again
-without --redo where their seconds are known. How the environments are made: evals/peers/job.py.
+Each row is saved in results/accuracy/peers-<model>.json when it is done. If a row of the same tool version is saved
+with its seconds, only --redo measures it again. evals/peers/job.py says how to make the environments.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from quantkit.errors import CheckpointError
 
 
 def version_of(python: str, package: str) -> str:
-    """Of a package in another environment."""
+    """Return the version of a package in another environment."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def left_as_they_were(checkpoint: Path) -> list[str]:
-    """Matrices of layers that a tool did not quantize, as auto-round those of sizes that 32 does not divide."""
+    """Return the layers' matrices that a tool did not quantize; auto-round skips sizes that 32 does not divide."""
     names = []
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 tensor = tensors.get_slice(name)
                 is_plain = tensor.get_dtype() in ("F32", "F16", "BF16") and len(tensor.get_shape()) == 2
                 if is_plain and ".layers." in name and name.endswith(".weight"):
@@ -52,7 +52,7 @@ def left_as_they_were(checkpoint: Path) -> list[str]:
 
 
 def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argparse.Namespace, work: Path) -> Row | str:
-    """Quantize and measure one row; or what went wrong."""
+    """Quantize and measure one row; if a step fails, return the reason."""
     package, _ = TOOLS[peer.tool]
     output, job = work / "checkpoint", peer_job(peer, numbers, symmetric)
     shutil.rmtree(output, ignore_errors=True)
@@ -64,7 +64,7 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
     report: dict[str, Any] = json.loads(usage.said)
     checkpoint = next(output.rglob("config.json")).parent
     if left := left_as_they_were(checkpoint):
-        return f"{len(left)} matrices of its layers are not quantized, among them {left[0]}"
+        return f"{len(left)} matrices of its layers are not quantized, including {left[0]}"
     try:
         return measure(
             bench,
@@ -87,7 +87,7 @@ def run_row(bench: Bench, peer: Peer, numbers: str, symmetric: bool, args: argpa
 
 
 def run_model(model: Model, args: argparse.Namespace) -> None:
-    """The rows of one model that are asked for and not there."""
+    """Measure the requested rows of one model that are missing."""
     path = args.results / f"peers-{model.name}.json"
     done, bench, work = load_rows(path), None, (args.work / f"peers-{model.name}").resolve()
     for peer, numbers, symmetric in peer_rows(model):
@@ -109,15 +109,15 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", action="append", help="pattern of '<model> <key of the row>'; again: or")
+    parser.add_argument("--only", action="append", help="pattern of '<model> <key of the row>'; repeatable")
     parser.add_argument("--redo", action="store_true")
-    parser.add_argument("--limit", type=float, default=1200, metavar="SECONDS", help="of one quantization")
+    parser.add_argument("--limit", type=float, default=1200, metavar="SECONDS", help="limit for one quantization")
     add_options(parser)
     args = parser.parse_args()
     args.pythons = pythons_of(args)
@@ -126,7 +126,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """All rows, then the pages."""
+    """Measure all rows, then write the pages."""
     args = arguments()
     for model in MODELS:
         if model.text is None or (args.models is not None and args.data is not None):

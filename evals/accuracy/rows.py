@@ -1,6 +1,6 @@
-"""What the accuracy table consists of: models, number types, methods, peers. Data; `run.py` and `peers.py` measure it.
+"""The rows of the accuracy table as data: models, number types, methods, peers. `run.py` and `peers.py` measure them.
 
-A method is the list of steps of a recipe, so each row is a recipe that a user can write down: `recipe()` gives it.
+A method is the list of steps of a recipe, so each row is a recipe that a user can write; `recipe()` returns it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Steps = list[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """A number type of weights, and of activations where they are quantized.
+    """A number type of weights, and of activations if they are quantized.
 
     Args:
-        bits, group: of weights; group None = per channel, or what the type brings along.
-        dtype: of weights, where it is no integer of that many bits.
-        activations: type of the inputs, or None.
-        preset: what llm-compressor calls it, where it is no integer.
+        bits, group: bits and group size of the weights; group None = per channel.
+        dtype: type of the weights; empty = integers of `bits` bits.
+        activations: type of the activations; None = unquantized.
+        preset: name of the type in llm-compressor; empty for integers.
     """
 
     bits: int
@@ -37,7 +37,7 @@ class Numbers:
 
     @property
     def is_integer(self) -> bool:
-        """Whether there are zero points to choose."""
+        """Whether the weights are integers, which can have zero points."""
         return not self.dtype
 
 
@@ -46,18 +46,18 @@ class Model:
     """A model of the test bed.
 
     Args:
-        name: folder below --models; the demo model is in the package.
-        numbers: names of what it is quantized to.
-        tasks: asked of the rows that --tasks names.
-        windows: of the text, at most.
-        text: scored, below --data; None = drawn from the demo language.
-        calibration: text that calibration windows are drawn from, below --data; None = the bundled one.
-        without: why a tool has no rows, by its name.
-        folder: below --models, if it is not called as the model is.
-        samples, length: calibration windows, the same ids for every tool.
-        methods: names of ours, if not all that its number types are measured with.
-        peers: names of methods of other tools, likewise.
-        keeps_predictions: the original's are held in memory: windows x vocabulary.
+        name: name of the model, and of its folder in --models; the demo model is in the package.
+        numbers: names of the number types to which the model is quantized.
+        tasks: tasks that are run on the rows selected by --tasks.
+        windows: maximum number of windows of the text.
+        text: path in --data of the text to score; None = a text drawn from the demo language.
+        calibration: path in --data of the text for calibration; None = the bundled text.
+        without: reasons why a tool has no rows, keyed by tool.
+        folder: name of the folder in --models if it differs from `name`.
+        samples, length: number of calibration windows, and tokens in each; every tool gets the same ids.
+        methods: names of our methods; None = all methods for the number types.
+        peers: names of the methods of other tools; None = all.
+        keeps_predictions: whether the original's predictions are kept in memory, for all windows and tokens.
     """
 
     name: str
@@ -108,20 +108,20 @@ CALIBRATED = "rtn calibrated"
 METHODS_OF_FEW_BITS = ("rtn", "awq", "gptq", SHIPPED, f"awq+{SHIPPED}", "autoround")
 METHODS_OF_EIGHT = ("rtn", CALIBRATED, "gptq", SHIPPED)
 METHODS_OF_FLOATS = (*METHODS_OF_EIGHT, "autoround")
-# What `true_sequential` brings, at 4 bits alone.
+# Rows that show the gain of `true_sequential`, only at 4 bits.
 ABLATED = {
     ("demo", "w4g32"): ("gptq asymmetric", "awq+gptq asymmetric"),
     **{(f"smollm2-135m-instruct-{size}", "w4g64"): ("gptq asymmetric",) for size in ("16x256", "64x512")},
     ("gemma3-270m-16x256", "w4g64"): ("gptq asymmetric",),
 }
 
-# Why a row is behind the best peer, by model, number type and form; the page says where none is known.
+# Reasons why a row is behind the best peer, keyed by model, number type and form; the page says if none is known.
 REASONS: dict[tuple[str, str, bool], str] = {}
 
 STORIES = {"text": "tinystories/validation.txt", "calibration": "tinystories/calibration.txt"}
 FLOATS = ("fp8", "nvfp4", "mxfp4")
-# Of real models the shipped recipes' methods, AWQ alone, and what needs no tuning of other tools; every number
-# type with one number of calibration tokens, 4 bits in groups with fewer and with more too.
+# Real models get the methods of the shipped recipes, AWQ alone, and the methods of other tools that need no tuning.
+# All number types are measured with 16 windows of 256 tokens, and 4 bits in groups with more calibration tokens too.
 REAL: dict[str, Any] = {
     "text": "wikitext2/test.raw.txt",
     "methods": ("rtn", "awq", "awq+gptq", SHIPPED, "autoround"),
@@ -155,7 +155,7 @@ MODELS = (
     Model(
         name="stories260k",
         numbers=("w4g4", "w4pc", "w8pc", "w8a8"),
-        without={AUTO_ROUND: "it does not quantize matrices whose sizes 32 does not divide, here 15 of 35"},
+        without={AUTO_ROUND: "it does not quantize matrices with a size that 32 does not divide, here 15 of 35"},
         **STORIES,
     ),
     *(
@@ -171,7 +171,7 @@ MODELS = (
         )
         for folder, keeps in (
             ("smollm2-135m-instruct", True),
-            ("gemma3-270m", False),  # a vocabulary of 262 thousand
+            ("gemma3-270m", False),  # has a vocabulary of 262 thousand
             ("qwen2.5-coder-0.5b-instruct", False),
         )
         for (samples, length), numbers in REAL_CALIBRATION.items()
@@ -191,12 +191,12 @@ class Wanted:
 
     @property
     def key(self) -> str:
-        """Names the row in a file of results."""
+        """Name of the row in a file of results."""
         return f"{self.numbers} {self.method} {'sym' if self.symmetric else 'asym'}"
 
 
 def wanted(model: Model) -> Iterator[Wanted]:
-    """All rows of a model: both forms of ranges where integers of fewer than 8 bits are all that is quantized."""
+    """Yield all rows of a model; integers of fewer than 8 bits are measured with and without zero points."""
     for name in model.numbers:
         numbers = NUMBERS[name]
         for method in (*(model.methods or methods_of(numbers)), *ABLATED.get((model.name, name), ())):
@@ -206,23 +206,23 @@ def wanted(model: Model) -> Iterator[Wanted]:
 
 
 def methods_of(numbers: Numbers) -> tuple[str, ...]:
-    """Names of the methods that a number type is measured with."""
+    """Return the names of the methods with which a number type is measured."""
     if not numbers.is_integer:
         return METHODS_OF_EIGHT if numbers.activations else METHODS_OF_FLOATS
     return METHODS_OF_EIGHT if numbers.bits >= 8 else METHODS_OF_FEW_BITS
 
 
 def forms(numbers: Numbers) -> tuple[bool, ...]:
-    """Without zero points, and with them where 8 bits do not make them needless."""
+    """Return the values of `symmetric` to measure; only integers of fewer than 8 bits are measured with zero points."""
     return (True, False) if numbers.is_integer and numbers.bits < 8 else (True,)
 
 
 def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
-    """The recipe of a row as plain data.
+    """Return the recipe of a row as plain data.
 
     Args:
-        row: see `wanted`.
-        calibration: a .jsonl file of token ids.
+        row: a row from `wanted`.
+        calibration: path of a .jsonl file of token ids.
     """
     numbers, steps = NUMBERS[row.numbers], METHODS[row.method]
     weights: dict[str, Any] = {"dtype": numbers.dtype or f"int{numbers.bits}"}
@@ -242,13 +242,12 @@ class Peer:
     """A method of another tool.
 
     Args:
-        tool: as the page calls it.
-        method: likewise.
-        job: method and options of the script in evals/peers.
-        bits: of integers that it is measured at; empty = none.
-        presets: the types that are no integers, as far as it is measured on them.
-        zero_points: whether with them; None = both forms.
-        groups: whether it has groups of any size; else of 16 and more.
+        tool, method: names on the page.
+        job: method and options for the script in evals/peers.
+        bits: integer bits with which the method is measured; empty = no integers.
+        presets: names of the other number types with which the method is measured.
+        zero_points: whether the method is measured with zero points; None = with and without.
+        groups: whether groups may have any size; False = groups have at least 16 weights.
     """
 
     tool: str
@@ -260,14 +259,14 @@ class Peer:
     groups: bool = True
 
     def key(self, numbers: str, symmetric: bool, version: str) -> str:
-        """Names the row in a file of results."""
+        """Return the name of a row in a file of results."""
         return f"{numbers} {self.tool} {version} {self.method} {'sym' if symmetric else 'asym'}"
 
 
 _MSE: dict[str, Any] = {"options": {"observer": "memoryless_mse"}}
-_WIDER: dict[str, Any] = {"options": {"observer": "fouroversix"}}  # ranges beyond the largest weight too
+_WIDER: dict[str, Any] = {"options": {"observer": "fouroversix"}}  # also tries ranges beyond the largest weight
 _NVFP4_ONLY: dict[str, Any] = {"bits": (), "presets": ("nvfp4",)}
-PEERS = (  # plain rounding, and GPTQ without a search of ranges, are left to these where they can be had
+PEERS = (  # methods that search for ranges stand here instead of the same methods without this search
     Peer(tool=LLM_COMPRESSOR, method="rounding, memoryless_mse", job={"method": "rtn", **_MSE}, presets=FLOATS),
     Peer(tool=LLM_COMPRESSOR, method="GPTQ, memoryless_mse", job={"method": "gptq", **_MSE}, presets=FLOATS),
     Peer(tool=LLM_COMPRESSOR, method="rounding, fouroversix", job={"method": "rtn", **_WIDER}, **_NVFP4_ONLY),
@@ -280,7 +279,7 @@ PEERS = (  # plain rounding, and GPTQ without a search of ranges, are left to th
 
 
 def peer_rows(model: Model) -> Iterator[tuple[Peer, str, bool]]:
-    """Method, number type and form of every row that a peer can do."""
+    """Yield method, number type and `symmetric` of every row that other tools can make."""
     for peer in PEERS:
         if peer.tool in model.without or (model.peers is not None and peer.method not in model.peers):
             continue
@@ -296,7 +295,7 @@ def peer_rows(model: Model) -> Iterator[tuple[Peer, str, bool]]:
 
 
 def peer_job(peer: Peer, name: str, symmetric: bool) -> dict[str, Any]:
-    """What evals/peers/job.py reads, but for the folders."""
+    """Return the job that evals/peers/job.py reads, without the folders."""
     numbers = NUMBERS[name]
     options = dict(peer.job.get("options", {}))
     if numbers.preset:
@@ -304,7 +303,7 @@ def peer_job(peer: Peer, name: str, symmetric: bool) -> dict[str, Any]:
     elif numbers.activations and peer.tool == LLM_COMPRESSOR:
         options["inputs"] = numbers.activations
     if peer.tool == GPTQ_MODEL and peer.job["method"] == "gptq" and numbers.group is None:
-        options["act_group_aware"] = False  # it refuses the two together
+        options["act_group_aware"] = False  # GPTQModel refuses it without groups
     return {
         "method": peer.job["method"],
         "bits": numbers.bits,

@@ -1,14 +1,15 @@
 """Quantize and measure every declared row that is not done yet; then write the pages.
 
-    python evals/accuracy/run.py --list                                        # rows, and what is known of them
-    python evals/accuracy/run.py --work DIR                                    # the demo model, nothing else needed
+    python evals/accuracy/run.py --list                                        # list the rows and their state
+    python evals/accuracy/run.py --work DIR                                    # the demo model; needs nothing else
     python evals/accuracy/run.py --work DIR --models DIR --data DIR            # all models of `rows.py`
     python evals/accuracy/run.py --work DIR --only 'demo w4g32 *' --only 'demo w8pc *'   # some rows
 
---models holds babyllama-361, stories260k and the real models of `rows.py`, by their names; --data holds
-tinystories/{calibration,validation}.txt, wikitext2/test.raw.txt and benchmarks/blimp/*.jsonl. Results are kept after
-every row, so a killed run goes on, and several runs may go on at once; a row is measured again when its recipe or the
-code that quantizes has changed (`provenance.Stamp.changed`), or its seconds are not known, unless --keep.
+The folder of --models contains babyllama-361, stories260k and the real models of `rows.py`. The folder of --data
+contains tinystories/{calibration,validation}.txt, wikitext2/test.raw.txt and benchmarks/blimp/*.jsonl. Each row is
+saved when it is done, so a killed run can be continued, and several runs can work at the same time. A row is measured
+again if its recipe or the code that quantizes has changed (`provenance.Stamp.changed`), or if its seconds are not
+known. --keep turns this off.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ Made = tuple[Path, Usage, int]
 
 
 def quantize(bench: Bench, data: dict[str, Any], work: Path) -> Made | str:
-    """Quantize in a process of its own.
+    """Quantize in a separate process.
 
     Args:
-        bench: of the model.
+        bench: bench of the model.
         data: the recipe.
         work: folder of outputs.
     Returns:
-        The checkpoint, what the process took, and peak MB; or what the process said when it failed.
+        The checkpoint, the time that the process used, and its peak memory in MiB; the last output line if it failed.
     """
     file, output = work / "recipe.yaml", work / "checkpoint"
     file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
@@ -55,13 +56,13 @@ def quantize(bench: Bench, data: dict[str, Any], work: Path) -> Made | str:
     usage = run_measured(command, work / "log.txt", environment=ONE_THREAD)
     if usage.code:
         return usage.said
-    # Its own record: what wait4 says of a child begins with what this process has in memory.
+    # From the process's own record, because wait4 includes memory that a child inherits from this process.
     peak = json.loads((output / "quantkit-run.json").read_text(encoding="utf-8"))["peak_bytes"]
     return output, usage, peak // 2**20
 
 
 def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
-    """Quantize and measure one row; or what went wrong."""
+    """Quantize and measure one row; if a step fails, return the reason."""
     data = recipe(row, str(work / "calibration.jsonl"))
     made = quantize(bench, data, work)
     if isinstance(made, str):
@@ -87,7 +88,7 @@ def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
 
 
 def original_row(bench: Bench, *, tasks: bool) -> Row:
-    """The original, measured like any row."""
+    """Measure the original like any other row."""
     (found,) = score([bench.original], bench.original, bench.windows, bench.reference)
     return Row(
         tool=ORIGINAL,
@@ -105,7 +106,7 @@ def original_row(bench: Bench, *, tasks: bool) -> Row:
 
 
 def run_model(model: Model, args: argparse.Namespace) -> None:
-    """All rows of one model that are asked for and not done."""
+    """Measure all requested rows of one model that are not done."""
     path = args.results / f"{model.name}.json"
     rows: Rows = load_rows(path)
     todo = [row for row in wanted(model) if is_asked(f"{model.name} {row.key}", args.only)]
@@ -130,12 +131,12 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
 
 
 def said(row: Row) -> str:
-    """In a line."""
-    return f"KL {sum(row.kl) / len(row.kl):.5f}, {row.cpu_s} CPU s beside others' {row.others:.0%}, {row.peak_mb} MB"
+    """Describe a row in one line."""
+    return f"KL {sum(row.kl) / len(row.kl):.5f}, {row.cpu_s} CPU s, others used {row.others:.0%}, {row.peak_mb} MB"
 
 
 def is_asked(name: str, patterns: list[str] | None) -> bool:
-    """Whether one of the patterns, if there are any, is of this name."""
+    """Whether a name matches one of the patterns; without patterns, every name does."""
     return not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -146,12 +147,12 @@ def _is_done(found: Row | None, row: Wanted, keep: bool, asked: bool) -> bool:
 
 
 def changes(found: Row, row: Wanted) -> list[str]:
-    """What is another today than when the row was measured."""
-    return ["what it rests on"] if found.taken is None else found.taken.changed(recipe(row, "calibration.jsonl"))
+    """Return what has changed since a row was measured: the recipe, or names of modules."""
+    return ["the recipe or the code"] if found.taken is None else found.taken.changed(recipe(row, "calibration.jsonl"))
 
 
 def print_rows(args: argparse.Namespace) -> None:
-    """The rows that are asked for, and what is known of them."""
+    """Print the requested rows and their state."""
     for model in MODELS:
         rows = load_rows(args.results / f"{model.name}.json")
         for row in wanted(model):
@@ -164,21 +165,23 @@ def _state(found: Row | None, row: Wanted) -> str:
         return "missing"
     seconds = f", {found.cpu_s:.0f} CPU s" if found.has_cost else ", seconds not known"
     change = changes(found, row)
-    return (f"taken before the last change of {change[0]}" if change else "done") + seconds
+    return (f"measured before the last change of {change[0]}" if change else "done") + seconds
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="folder for checkpoints")
     parser.add_argument("--models", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", action="append", help="pattern of '<model> <numbers> <method> <sym|asym>'; again: or")
-    parser.add_argument("--redo", action="store_true", help="measure again what is done")
-    parser.add_argument("--keep", action="store_true", help="do not measure again what older code did")
-    parser.add_argument("--tasks", default="", help="pattern of the rows that are asked the tasks; '' = none")
-    parser.add_argument("--list", action="store_true", help="print the rows and what is known of them; measure nothing")
+    parser.add_argument(
+        "--only", action="append", help="pattern of '<model> <numbers> <method> <sym|asym>'; repeatable"
+    )
+    parser.add_argument("--redo", action="store_true", help="measure finished rows again")
+    parser.add_argument("--keep", action="store_true", help="keep the rows that older code measured")
+    parser.add_argument("--tasks", default="", help="pattern of the rows on which tasks are run; '' = none")
+    parser.add_argument("--list", action="store_true", help="print the rows and their state; measure nothing")
     args = parser.parse_args()
     if args.work is None and not args.list:
         parser.error("--work is needed")
@@ -186,7 +189,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Everything that can be measured with what is given."""
+    """Measure all requested rows for which models and data are given."""
     args = arguments()
     if args.list:
         print_rows(args)

@@ -1,16 +1,16 @@
 """Perplexity and mean KL of quantized models on one text, by one fixed protocol, with intervals.
 
-Protocol: the text is tokenized once without special tokens and cut into chunks of (window - 1) ids, a last shorter one
-dropped; BOS goes in front of each. Chunks of a model without BOS are whole windows. Weights and arithmetic are float32.
-The nll of every token after the first is summed; perplexity = exp(mean). KL is KL(original || quantized) over the whole
-vocabulary at the same positions, nats.
+Protocol: the text is tokenized once without special tokens and cut into chunks of (window - 1) ids. A shorter chunk at
+the end is dropped. Each chunk gets BOS in front; for a model without BOS, chunks have (window) ids instead. Weights and
+arithmetic are float32. The NLL of every token after the first is summed, and perplexity = exp(mean). KL is
+KL(original || quantized) over the whole vocabulary at the same positions, in nats.
 
-Every model goes through quantkit's runtime, which reads dense folders, compressed-tensors, and the GPTQ and AWQ
-layouts that other tools write; what is measured is what is on disk, decoded in float32 (W8A8 rounds its activations).
+quantkit's runtime computes every model. It reads dense folders, compressed-tensors, and the GPTQ and AWQ layouts that
+other tools write. So the weights on disk are measured, dequantized to float32 (W8A8 also quantizes its activations).
 
-Neighbouring windows share stories, so intervals come from blocks of consecutive windows (at most 100 of equal size):
-Student's t on the means of blocks, and on their differences where two models are compared. A difference is called
-real when its 95 % interval leaves out zero.
+Neighbouring windows share stories, so intervals are computed over blocks of consecutive windows (at most 100 blocks of
+equal size). They use Student's t on the means of blocks; to compare two models, on the differences of these means. A
+difference is called real if its 95 % interval does not contain zero.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from quantkit.results.statistics.paired import student_quantile
 from quantkit.runtime.llm import LLM
 
 WINDOW, MAX_WINDOWS, MAX_BLOCKS = 256, 1000, 100
-_BATCH = 4  # windows per call: more do not make these small models faster
+_BATCH = 4  # windows per call; more windows do not make these small models faster
 
 Windows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """What one model does on the windows.
+    """Scores of one model on the windows.
 
     Args:
-        windows, tokens: scored in all.
-        nll: mean per token of every block, nats.
-        kl: mean KL(original || model) of every block, nats; 0 for the original itself.
+        windows, tokens: number of scored windows and tokens.
+        nll: mean NLL per token in each block, in nats.
+        kl: mean KL(original || model) in each block, in nats; 0 for the original itself.
         top1: share of positions where model and original prefer the same token.
     """
 
@@ -53,7 +53,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(mean nll): blocks are of equal size."""
+        """exp(mean NLL); blocks have equal sizes."""
         return math.exp(math.fsum(self.nll) / len(self.nll))
 
     @property
@@ -72,15 +72,15 @@ class Interval:
 
     @property
     def sign(self) -> int:
-        """-1 or 1 where the interval leaves out zero, else 0."""
+        """-1 if the interval is below zero, 1 if it is above zero, 0 if it contains zero."""
         return (self.low > 0) - (self.high < 0)
 
 
 def interval(blocks: Sequence[float]) -> Interval:
-    """Mean of block means with its 95 % interval by Student's t.
+    """Return the mean of block means with its 95 % interval by Student's t.
 
     Args:
-        blocks: at least two.
+        blocks: means of at least two blocks.
     """
     count = len(blocks)
     mean = math.fsum(blocks) / count
@@ -90,24 +90,24 @@ def interval(blocks: Sequence[float]) -> Interval:
 
 
 def difference(value: Sequence[float], other: Sequence[float]) -> Interval:
-    """Paired: `value` minus `other`, block by block.
+    """Return the paired difference, `value` minus `other` block by block, with its interval.
 
     Args:
-        value, other: of the same windows.
+        value, other: means of the same blocks.
     """
     return interval([a - b for a, b in zip(value, other, strict=True)])
 
 
 def read_windows(llm: LLM, text: str, *, window: int = WINDOW, max_windows: int = MAX_WINDOWS) -> Windows:
-    """Cut a text as the module says, to as many windows as make equal blocks.
+    """Cut a text into windows as the module's protocol says, and drop windows at the end until blocks are equal.
 
     Args:
-        llm: whose tokenizer counts.
-        text: to cut.
-        window: positions, BOS included.
-        max_windows: the rest is not used.
+        llm: model whose tokenizer is used.
+        text: the text.
+        window: positions of a window, BOS included.
+        max_windows: maximum number of windows.
     """
-    assert llm.tokenizer is not None, f"{llm.path}: no tokenizer"
+    assert llm.tokenizer is not None, f"{llm.path} has no tokenizer"
     ids = llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     first = first_ids(llm)
     step = window - len(first)
@@ -117,13 +117,13 @@ def read_windows(llm: LLM, text: str, *, window: int = WINDOW, max_windows: int 
 
 
 def first_ids(llm: LLM) -> tuple[int, ...]:
-    """BOS, for models that have one."""
+    """Return BOS; empty for models that do not have it."""
     bos = None if llm.tokenizer is None else llm.tokenizer.bos_token_id
     return () if bos is None else (bos,)
 
 
 def log_probabilities(llm: LLM, windows: Windows) -> Iterator[Tensor]:
-    """(window - 1, V) float32 of every window: the predictions of all tokens after BOS."""
+    """Yield log-probabilities (window - 1, V) in float32 for each window: predictions of all tokens after the first."""
     for start in range(0, len(windows), _BATCH):
         group = windows[start : start + _BATCH]
         for logits in llm.score(group, chunk_size=len(group[0])):
@@ -135,10 +135,10 @@ def score(models: Sequence[LLM], original: LLM, windows: Windows, reference: lis
     """Score models on the same windows, reading the original's predictions once.
 
     Args:
-        models: to score; the original itself may be among them.
-        original: what KL is measured against.
-        windows: see `read_windows`.
-        reference: the original's log-probabilities where they are kept from before: list(log_probabilities(...)).
+        models: models to score; the original itself may be one of them.
+        original: model against which KL is measured.
+        windows: windows from `read_windows`.
+        reference: `list(log_probabilities(original, windows))` from an earlier call; None = compute it.
     """
     for llm in models:
         check_vocabulary(llm, original)
@@ -168,11 +168,11 @@ def _score(rows: list[tuple[float, float, float]], windows: Windows) -> Score:
 
 
 def _blocks(values: Sequence[float]) -> tuple[float, ...]:
-    """Means of equally many consecutive values."""
+    """Return the means of blocks of consecutive values."""
     size = len(values) // min(len(values), MAX_BLOCKS)
     return tuple(math.fsum(values[at : at + size]) / size for at in range(0, len(values), size))
 
 
 def load(path: str | Path) -> LLM:
-    """A model, computing in float32 with one thread."""
+    """Load a model that computes in float32 with one thread."""
     return load_llm(str(path), dtype="float32", threads=1)

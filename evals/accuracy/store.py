@@ -1,7 +1,7 @@
 """Rows of the accuracy table on disk: one JSON file per model, one line per row, written after every row.
 
-A row keeps what pairing needs: nll and KL of every block of windows, and for every task which items were right, as a
-hexadecimal number whose lowest bit is item 0.
+A row holds what paired comparisons need: NLL and KL of every block of windows, and the items of every task that were
+answered correctly. These items are stored as a hexadecimal number whose lowest bit is item 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _DIGITS = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """Which items of a task were right.
+    """The items of a task that were answered correctly.
 
     Args:
-        count: items.
-        right: hexadecimal, bit i set where item i was right.
+        count: number of items.
+        right: hexadecimal number; bit i is set if item i was answered correctly.
     """
 
     count: int
@@ -37,30 +37,30 @@ class Answers:
 
     @property
     def scores(self) -> list[float]:
-        """1.0 or 0.0 per item."""
+        """1.0 for each correct item, 0.0 for each wrong one."""
         number = int(self.right, 16)
         return [float(number >> at & 1) for at in range(self.count)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One quantized model (or the original) and all that was measured of it.
+    """One quantized model, or the original, with all its measurements.
 
     Args:
         tool: quantkit, or a peer with its version.
         method: name of the method within the tool.
-        numbers: w4g32, w4pc, w8a8, ...
+        numbers: name of the number type, such as w4g32, w4pc or w8a8.
         symmetric: whether there are no zero points.
-        samples, length: calibration windows.
-        how: steps or options, as text.
-        cpu_s: of the whole process that quantized, with one thread; None = not taken.
-        peak_mb: of its memory.
-        others: share of the machine that other processes took meanwhile.
-        windows, tokens: scored.
-        nll, kl: per block of windows; see `score.Score`.
-        top1: share of positions where it prefers what the original prefers.
-        tasks: answers by task.
-        taken: what it rests on.
+        samples, length: number of calibration windows, and tokens in each.
+        how: steps of the recipe or options of the tool, as text.
+        cpu_s: CPU seconds of the whole process that quantized, with one thread; None = not measured.
+        peak_mb: peak memory of this process in MiB.
+        others: share of the machine that other processes used meanwhile.
+        windows, tokens: number of scored windows and tokens.
+        nll, kl: means of each block of windows; see `score.Score`.
+        top1: share of positions where the model and the original prefer the same token.
+        tasks: answers, keyed by task.
+        taken: when, where and with which code the row was measured.
     """
 
     tool: str
@@ -83,7 +83,7 @@ class Row:
 
     @property
     def has_cost(self) -> bool:
-        """Whether seconds and peak are known, and of a whole process: older rows have them of a part."""
+        """Whether the seconds are known and cover a whole process; those of older rows cover a part of it."""
         return self.cpu_s is not None and self.taken is not None and bool(self.taken.machine)
 
 
@@ -91,24 +91,24 @@ Rows = dict[str, Row]
 
 
 def pack(right: Sequence[bool]) -> Answers:
-    """Answers of a task, item by item, as kept."""
+    """Return the stored form of the answers to a task, given item by item."""
     return Answers(count=len(right), right=f"{sum(1 << at for at, one in enumerate(right) if one):x}")
 
 
 def load_rows(path: Path) -> Rows:
-    """Rows of a file by key; none where it does not exist."""
+    """Return the rows of a file by key; no rows if the file does not exist."""
     if not path.is_file():
         return {}
     return {key: _row(data) for key, data in json.loads(path.read_text(encoding="utf-8")).items()}
 
 
 def save_rows(path: Path, rows: Rows) -> None:
-    """Write a file of rows in one piece."""
+    """Write a file of rows atomically."""
     write_rows(path, {key: _plain(row) for key, row in rows.items()})
 
 
 def add_row(path: Path, key: str, row: Row) -> None:
-    """Put a row into a file; several processes may do so at once."""
+    """Add a row to a file; several processes may do this at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

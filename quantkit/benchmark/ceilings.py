@@ -199,7 +199,7 @@ def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
 
 
 def typical_step(run: BenchmarkRun) -> DecodeStep | None:
-    """Return the median step of the largest batch size that a tenth or more of the steps have; None if there is none."""
+    """Return the median step of the largest batch size that 10 % or more of the steps have; None if there is none."""
     steps = decode_steps(run)
     counts = Counter(step.batch for step in steps)
     # The beginning and the end of a run have smaller batches; a rare larger batch would give a median of few steps.

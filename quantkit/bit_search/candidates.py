@@ -171,8 +171,7 @@ def usable(
     bits: float | None = None,
     num_bytes: int | None = None,
 ) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-    """Return the candidates that the model's widths and the recipe's format allow, both alone and together
-    with another candidate in one model.
+    """Return the candidates that the model's widths and the recipe's format allow, alone and together with others.
 
     Args:
         model: directory or hub id; None = the demo model.
@@ -189,10 +188,7 @@ def usable(
         GateFailure: even the smallest choice needs more than `bits` or `num_bytes`; the message says how much.
     """
     if base.source["overrides"]:
-        raise RecipeError(
-            f"recipe {base.name!r} has overrides, but the search writes them itself; remove them, or use ignore to "
-            "leave modules unquantized"
-        )
+        raise RecipeError(f"recipe {base.name!r} has overrides, but a search writes its own; remove them or use ignore")
     kept: dict[Candidate, dict[str, LinearScheme]] = {}  # scheme of each linear, keyed by candidate and full name
     least: dict[str, int] = {}  # bytes of each linear in its smallest candidate
     weights = 0

@@ -338,7 +338,7 @@ def test_candidates_are_read_and_those_that_do_not_fit_are_named(tiny_llama):
     with pytest.raises(RecipeError, match="none of the candidates can be used; the last one failed with: "):
         usable(str(tiny_llama), base, read_candidates(["int4:24"], 32), "cpu")
     pinned = load("rtn-int4", {"weights.group_size": 32, "overrides": [{"modules": "*.o_proj", "skip": True}]})
-    with pytest.raises(RecipeError, match="has overrides, but the search writes them itself"):
+    with pytest.raises(RecipeError, match="has overrides, but a search writes its own"):
         usable(str(tiny_llama), pinned, candidates, "cpu")
 
 
