@@ -1,10 +1,10 @@
-"""Count the operations of a `quantkit` command by number type, as JSON in the last line; nothing is timed.
+"""Count the operations of a `quantkit` command by number type, and print them as JSON in the last line; time nothing.
 
     python evals/cost/arithmetic.py quantize MODEL --recipe FILE -o OUT --no-resume
 
-Counted are matrix products, attention, factorizations and solves that torch dispatches in the main thread; a
-multiplication and an addition are two operations. A product is counted as it is done: in full, also where its result is
-symmetric. Of our own C files what they multiply is counted by NATIVE, in the number type that they multiply.
+It counts the matrix products, attention, factorizations and solves that torch dispatches in the main thread. A
+multiplication and an addition are two operations. A product is counted in full, even if its result is symmetric,
+because it is computed in full. NATIVE counts the products of our own C files, in the number type that they multiply.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def _added_products(tokens: int, rows: int, columns: int, lower: int) -> int:
-    """Of `qk_add_products`: strips of 48 columns, without the rows that lie above a diagonal."""
+    """Return the operations of `qk_add_products`: strips of 48 columns, without the rows above the diagonal."""
     strips = ((start, min(48, columns - start)) for start in range(0, columns, 48))
     skipped = sum(width * max(0, start - lower) for start, width in strips if lower >= 0)
     return 2 * tokens * (rows * columns - skipped)
 
 
 def _normal_equations(first: int, count: int, groups: int, size: int, outputs: int) -> int:
-    """Of `qk_normal_equations`: each group with itself and those that follow."""
+    """Return the operations of `qk_normal_equations`: products of each group with itself and all later groups."""
     return 2 * outputs * size**2 * sum(groups - first - group for group in range(count))
 
 
-NATIVE = {  # by function of numerics/native: number type, and operations by its arguments
+NATIVE = {  # number type and operations of a call, keyed by function of numerics/native
     "qk_add_products": ("bfloat16", lambda a: _added_products(a[4], *a[6:9])),
     "qk_normal_equations": ("bfloat16", lambda a: _normal_equations(*a[4:9])),
     "qk_settle": ("float32", lambda a: a[8] ** 2 * a[9]),
@@ -44,14 +44,14 @@ NATIVE = {  # by function of numerics/native: number type, and operations by its
 
 
 class Operations(TorchDispatchMode):
-    """Adds up operations by number type."""
+    """Counts operations by number type. *Mutable*."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def wrapped(self, function: Any) -> Any:
-        """`native.function`, which counts."""
+        """Return `native.function` with counting added."""
 
         def declare(name: str, *arguments: Any, **named: Any) -> Any:
             call, (dtype, count) = function(name, *arguments, **named), NATIVE.get(name, ("", lambda _: 0))
@@ -65,12 +65,12 @@ class Operations(TorchDispatchMode):
         return declare
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        """Run, and count."""
+        """Run an operation and count it."""
         named = named or {}
         name = function._schema.name.removeprefix("aten::").rstrip("_")
         tensors = [value for value in arguments if isinstance(value, Tensor)]
         count = operations(name, tensors, arguments, named)
-        if not count:  # without gradients, whole linears come here
+        if not count:  # without gradients, linears arrive here undivided
             with self:
                 result = function.decompose(*arguments, **named)
             if result is not NotImplemented:
@@ -81,12 +81,12 @@ class Operations(TorchDispatchMode):
 
 
 def operations(name: str, tensors: list[Tensor], arguments: Any, named: dict[str, Any]) -> int:
-    """Of one call; 0 for what is not counted.
+    """Return the operations of one call; 0 if this operation is not counted.
 
     Args:
-        name: of the operation, without its namespace and the _ of one in place.
-        tensors: among its arguments.
-        arguments, named: of the call.
+        name: name of the operation, without its namespace and the final _ of in-place operations.
+        tensors: the arguments that are tensors.
+        arguments, named: positional and named arguments of the call.
     """
     if name in PRODUCTS:
         first, second = tensors[-2:]

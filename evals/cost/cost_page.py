@@ -1,4 +1,4 @@
-"""The tables of costs in docs/performance.md and README's sentence about them, from a file of results per machine."""
+"""Make the cost tables of docs/performance.md and README's sentence about costs, from the results of each machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from measure_cost import BEFORE, RESULTS, changed, read_entries
 from provenance import MARK
 from works import OURS, WORKS, Work, key
 
-BUSY = 0.1  # of a row's own CPU seconds that other processes may take
+BUSY = 0.1  # CPU seconds that other processes may use, as a share of the row's own CPU seconds
 Entry = dict[str, Any]
-# Layers' linears of the model: outputs x inputs, and inputs of the four sets that read the same.
+# Linears of a layer as (outputs, inputs), and the four sets of linears that have the same input.
 LINEARS = ((2048, 2048), (256, 2048), (256, 2048), (2048, 2048), (5632, 2048), (5632, 2048), (2048, 5632))
 SETS = ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632))  # outputs, inputs
 NUM_LAYERS = 2
@@ -26,33 +26,33 @@ NOTHING = (
     "auto-round."
 )
 HEAD = """\
-Each figure covers a whole process, with imports, reading and writing. The processes run one after another. Unless a
-row says otherwise, the model is {model}, with random weights in bfloat16. All tools quantize it to 4 bits in groups of
-128 with the same token ids ({length} in each sequence). Each machine has its own table, because the ratios depend on
-how fast a machine multiplies matrices.
+Each figure covers a whole process, including imports, reading and writing. The processes run one after another. Unless
+a row says otherwise, the model is {model}, with random weights in bfloat16. All tools quantize it to 4 bits in groups
+of 128 with the same token ids ({length} in each sequence). Each machine has a separate table, because the ratios depend
+on how fast a machine multiplies matrices.
 
 - *ours / best peer*: quantkit's figure divided by that of the best peer, for wall time, CPU seconds and peak memory.
-  The best peer is the one with the least CPU seconds. For a search, it is quantkit before all candidates shared a
-  pass.
+  The best peer is the one with the least CPU seconds. For a search, the peer is an earlier quantkit, which compressed
+  with each candidate in a separate pass.
 - *limit* and *goal*: upper bounds that we set for the first two ratios. *peak* is the bound for the third.
 """
 MODEL = "two layers of TinyLlama-1.1B's shape (one for AutoRound)"
 
 
 def table(folder: Path = RESULTS) -> str:
-    """What docs/performance.md says."""
+    """Return the section of docs/performance.md."""
     machines = _machines(folder)
     head = HEAD.format(model=MODEL, length=WORKS[0].length)
     return "\n".join([head, *("\n".join(_section(entries)) for entries in machines)]) if machines else NOTHING
 
 
 def _machines(folder: Path) -> list[dict[str, Entry]]:
-    """Rows of each machine."""
+    """Return the rows of each machine."""
     return [entries for path in sorted(folder.glob("*.json")) if (entries := read_entries(path))]
 
 
 def _section(entries: dict[str, Entry]) -> list[str]:
-    """Of one machine."""
+    """Return the lines of one machine."""
     machine = " or ".join(sorted({entry["taken"]["machine"] for entry in entries.values()}))
     rates = next((entry["rates"] for entry in entries.values() if "rates" in entry), {})
     said = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items())
@@ -64,7 +64,7 @@ def _section(entries: dict[str, Entry]) -> list[str]:
 
 
 def readme_sentence(folder: Path = RESULTS) -> str:
-    """Compare the shipped GPTQ recipe with the best peer, on quiet machines that ran today's code; "" without one."""
+    """Compare the shipped GPTQ recipe with the best peer on quiet machines that ran today's code; "" if none did."""
     work, pairs = WORKS[0], []
     for entries in _machines(folder):
         ours, peer = entries.get(key(work, OURS)), best_peer(work, entries)
@@ -87,7 +87,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def best_peer(work: Work, entries: dict[str, Entry]) -> Entry | None:
-    """The peer's row with the least CPU seconds; of a search, our own earlier one."""
+    """Return the row of the peer with the least CPU seconds; for a search, the row of an earlier quantkit."""
     of = next(each for each in WORKS if each.name == (work.of or work.name))
     names = [key(of, tool) for tool in of.jobs] or [key(work, BEFORE)]
     rows = [entries[name] for name in names if name in entries]
@@ -95,13 +95,13 @@ def best_peer(work: Work, entries: dict[str, Entry]) -> Entry | None:
 
 
 def ratios(ours: Entry, peer: Entry) -> tuple[float, float, float]:
-    """Wall, CPU seconds and peak, ours by the peer's."""
+    """Return our wall seconds, CPU seconds and peak memory, divided by those of the peer."""
     wall, cpu, peak = (ours[name] / peer[name] for name in ("wall_s", "cpu_s", "peak_mb"))
     return wall, cpu, peak
 
 
 def is_busy(entry: Entry) -> bool:
-    """Whether other processes took more than a small share meanwhile."""
+    """Whether other processes used too many CPU seconds meanwhile; see BUSY."""
     return bool(entry["others_cpu_s"] > BUSY * entry["cpu_s"])
 
 
@@ -125,7 +125,7 @@ def _limit(seconds: float, peak: float | None) -> str:
 
 
 def _notes(entries: dict[str, Entry]) -> list[str]:
-    """What the marks mean, where there are any."""
+    """Return lines that explain the marks; nothing if there are no marks."""
     works = {work.name: work for work in WORKS}
     lines = []
     stale: dict[str, list[str]] = {}
@@ -141,11 +141,11 @@ def _notes(entries: dict[str, Entry]) -> list[str]:
 
 
 def needed(work: Work) -> float:
-    """Operations that a GPTQ recipe cannot do without.
+    """Return the number of operations that a GPTQ recipe cannot avoid.
 
-    Each linear runs once per stream, a Gram matrix is half of a product, and each linear is solved twice, the second
-    time with fitted scales. A cross Gram is of errors of inputs, or of what they do to the outputs where these are
-    few; a correction divides the smaller matrix.
+    Each linear runs once per stream. A Gram matrix takes half of a product. Each linear is solved twice, the second
+    time with fitted scales. A cross Gram matrix is computed from the errors of the inputs, or from their effect on the
+    outputs if there are fewer outputs. A correction divides by the smaller matrix.
     """
     is_plain = bool(work.changes)
     streams, tokens = (1 if is_plain else 2), work.samples * work.length
@@ -162,7 +162,7 @@ def needed(work: Work) -> float:
 
 
 def _arithmetic(entries: dict[str, Entry]) -> list[str]:
-    """How many operations, and how close to what the machine can do."""
+    """Return the table of operations, and of how close they come to the speed of large products."""
     counted = [(work, entries[key(work, OURS)]) for work in WORKS if "operations" in entries.get(key(work, OURS), {})]
     if not counted:
         return []
@@ -185,7 +185,7 @@ def _counted(work: Work, entry: Entry) -> list[str]:
 
 
 def _where(entries: dict[str, Entry]) -> list[str]:
-    """Where and when."""
+    """Return the line that says when and at which commits the rows were measured."""
     stamps = [entry["taken"] for entry in entries.values()]
     taken = sorted({f"{each['date']} at commit {each['commit']}" for each in stamps})
     return ["", f"Measured on {'; on '.join(taken)}.", ""]

@@ -1,8 +1,8 @@
-"""Rates of large matrix products on this machine, in operations per second of wall time, as JSON.
+"""Measure the rates of large matrix products on this machine, in operations per second of wall time, as JSON.
 
-Median over five products of 4096 x 4096 after one, with as many threads as torch takes by itself; of the libraries that
-keep the precision of float32, the faster. Bfloat16 is left out where the CPU has no products of it: torch then takes
-minutes for one.
+A rate is the median of five products of 4096 x 4096 matrices after one warm-up, with torch's default number of threads.
+For float32, the faster one of two libraries counts; both keep its precision. If the CPU has no bfloat16 products, this
+type is left out, because torch takes minutes for one product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZE, TIMES = 4096, 5
 
 
 def rate(dtype: torch.dtype) -> float:
-    """Operations per second."""
+    """Return the operations per second of products in this dtype."""
     first, second = (torch.randn(SIZE, SIZE).to(dtype) for _ in range(2))
     seconds = []
     for _ in range(TIMES + 1):

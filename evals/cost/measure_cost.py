@@ -1,14 +1,15 @@
-"""What compression costs, ours and other tools': every row a whole process, one after another; then the pages.
+"""Measure what compression costs with quantkit and with other tools, one process after another; then write the pages.
 
     python evals/cost/measure_cost.py --work DIR --llm-compressor PYTHON --gptqmodel PYTHON --auto-round PYTHON
-    python evals/cost/measure_cost.py --work DIR --only 'gptq *'          # some rows; rows that are done are kept
-    python evals/cost/measure_cost.py --work DIR --before PYTHON          # ours again, by an earlier quantkit
-    python evals/cost/measure_cost.py --work DIR --rehearse tiny --samples 2         # whether it all runs; no figures
+    python evals/cost/measure_cost.py --work DIR --only 'gptq *'          # some rows; finished rows are kept
+    python evals/cost/measure_cost.py --work DIR --before PYTHON          # our rows with an earlier quantkit
+    python evals/cost/measure_cost.py --work DIR --rehearse tiny --samples 2         # test that all runs; no figures
 
-The machine should be quiet: CPU seconds that other processes took are kept with each row, and a row of a busy machine
-is shown as one. A row is kept as soon as it is measured, so that a killed run goes on. Ours is measured again when its
-recipe or the code behind it has changed (evals/provenance.py), a peer's with --redo only. Rehearse first: GPTQModel
-compiles a kernel when it first runs. How the environments of the other tools are made: evals/peers/job.py.
+The machine should be quiet. Each row is saved with the CPU seconds that other processes used, and the page marks rows
+of a busy machine. A row is saved when it is measured, so a killed run can be continued. Our row is measured again if
+its recipe or the code behind it has changed (evals/provenance.py); a peer's row is measured again only with --redo. Use
+--rehearse first, because GPTQModel compiles a kernel when it first runs. evals/peers/job.py says how to make the
+environments of the other tools.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from processes import ALONE, Usage, run_measured, whole_path
 from provenance import ROOT, Stamp, commit, machine_class, plain, read_stamp, stamp, write_rows
 
 EVALS = ROOT / "evals"
-RESULTS = EVALS / "results" / "cost"  # a file per machine: times of two are not compared
+RESULTS = EVALS / "results" / "cost"  # one file per machine, because times of different machines are not compared
 FIGURES = ("wall_s", "cpu_s", "peak_mb", "others_cpu_s")
 BEFORE = "before"
 COUNTED = ("gptq", "plain-gptq")  # works whose operations are counted
@@ -43,7 +44,7 @@ Entry = dict[str, Any]
 
 
 def recipe_of(work: Work, samples: int | None = None) -> dict[str, Any]:
-    """The recipe as plain data; ids.jsonl stands for the file of token ids."""
+    """Return the recipe as plain data, with `ids.jsonl` in the place of the path of the file with token ids."""
     made: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / f"{work.recipe}.yaml").read_text(encoding="utf-8"))
     made |= work.changes
     count = samples or work.samples
@@ -53,18 +54,18 @@ def recipe_of(work: Work, samples: int | None = None) -> dict[str, Any]:
 
 
 class Failed(Exception):
-    """A process did."""
+    """A process failed."""
 
 
 class Bed:
-    """A folder with models and token ids, and what runs in it.
+    """A folder with models and token ids, and the processes that run in it.
 
     Args:
-        folder: for all that is written.
-        pythons: by tool.
-        shape: in place of a work's model, for a rehearsal.
-        samples: likewise.
-        limit_s: of one process.
+        folder: folder for all files.
+        pythons: Python of each tool.
+        shape: shape that replaces the model of every work, for a rehearsal; empty = no replacement.
+        samples: number of calibration sequences that replaces that of every work; 0 = no replacement.
+        limit_s: maximum seconds of one process.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Bed:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, command: list[str], name: str) -> Usage:
-        """Run a process in the folder, where no other quantkit can be imported; what it said is raised if it fails."""
+        """Run a process in the folder, where no other quantkit can be imported; if it fails, raise Failed."""
         log = self.folder / f"{name.replace(' ', '-')}.txt"
         usage = run_measured(command, log, environment=ALONE, folder=self.folder, limit_s=self.limit_s)
         if usage.code:
@@ -82,7 +83,7 @@ class Bed:
         return usage
 
     def model(self, work: Work) -> Path:
-        """Folder of a work's model, made by a process of its own if it is not there."""
+        """Return the folder of a work's model; a separate process makes the model if it does not exist."""
         shape = self.shape or work.model
         folder = self.folder / f"{shape}-{work.dtype}"
         if not (folder / "config.json").exists():
@@ -92,7 +93,7 @@ class Bed:
         return folder
 
     def ids(self, work: Work, samples: int = 0) -> Path:
-        """File of token ids, the same for every tool."""
+        """Write the file of token ids, which is the same for every tool, and return its path."""
         count, draw = samples or self.samples or work.samples, random.Random(0)
         file = self.folder / f"{count}x{work.length}.jsonl"
         rows_of_ids = [[0, *(draw.randrange(2, 258) for _ in range(work.length - 1))] for _ in range(count)]
@@ -100,7 +101,7 @@ class Bed:
         return file
 
     def measure(self, work: Work, tool: str) -> Entry:
-        """One row."""
+        """Measure one row."""
         if tool in TOOLS:
             return self.measure_peer(work, tool)
         rates = json.loads(self.run([sys.executable, str(EVALS / "cost" / "machine.py")], "machine").said)
@@ -115,7 +116,7 @@ class Bed:
         return entry
 
     def stamp(self, work: Work, tool: str) -> Stamp:
-        """What our row rests on; of an earlier quantkit its commit."""
+        """Return the stamp of our row; for an earlier quantkit, it holds the commit but no digests."""
         if tool == OURS:
             return stamp(recipe_of(work))
         code = "import quantkit; print(quantkit.__file__)"
@@ -125,11 +126,11 @@ class Bed:
         return Stamp(commit=commit(Path(file.strip()).parent), date=now.date, machine=now.machine)
 
     def output(self, work: Work) -> Path:
-        """What is written."""
+        """Return the folder for the output of a work."""
         return self.folder / f"{work.name}-out"
 
     def arguments(self, work: Work, samples: int = 0) -> list[str]:
-        """Of the command `quantkit`."""
+        """Return the arguments of `quantkit` for a work, and delete old output."""
         count, output = samples or self.samples or work.samples, self.output(work)
         shutil.rmtree(output, ignore_errors=True)
         if work.target is not None:
@@ -143,20 +144,20 @@ class Bed:
         return [*words, "--no-resume", "--quiet", "--device", "cpu"]
 
     def count(self, work: Work) -> dict[str, int]:
-        """Operations of the work by number type, from two runs on few samples."""
+        """Count the operations of a work by number type, extrapolated from two runs on few samples."""
         few, more = (self.count_once(work, samples) for samples in FEW)
         steps = ((self.samples or work.samples) - FEW[0]) / (FEW[1] - FEW[0])
         return {dtype: int(few.get(dtype, 0) + steps * (count - few.get(dtype, 0))) for dtype, count in more.items()}
 
     def count_once(self, work: Work, samples: int) -> dict[str, int]:
-        """The same of one run."""
+        """Count the operations of one run by number type."""
         script = str(EVALS / "cost" / "arithmetic.py")
         usage = self.run([sys.executable, script, *self.arguments(work, samples)], f"{work.name} counted")
         counts: dict[str, int] = json.loads(usage.said)["operations"]
         return counts
 
     def measure_peer(self, work: Work, tool: str) -> Entry:
-        """One row of another tool."""
+        """Measure one row of another tool."""
         output = self.folder / "peer-out"
         shutil.rmtree(output, ignore_errors=True)
         folders = {"model": str(self.model(work)), "output": str(output)}
@@ -173,37 +174,37 @@ def _entry(work: Work, tool: str, usage: Usage, taken: Stamp) -> Entry:
 
 
 def results_file() -> Path:
-    """Of this machine."""
+    """Return the path of the results of this machine."""
     return RESULTS / f"{re.sub('[^a-z0-9_]+', '-', machine_class().lower())}.json"
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Rows by key; none where there is no file."""
+    """Return the rows of a file by key; no rows if the file does not exist."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def save_entry(path: Path, name: str, entry: Entry) -> None:
-    """Add or replace a row, one a line."""
+    """Add or replace a row; the file has one row per line."""
     write_rows(path, read_entries(path) | {name: entry})
 
 
 def changed(entry: Entry, work: Work) -> list[str]:
-    """What a row of ours rests on that is another today."""
+    """Return what has changed since a row of ours was measured; nothing for rows of peers."""
     taken = read_stamp(entry["taken"])
     return [] if taken is None or entry["tool"] != OURS else taken.changed(recipe_of(work))
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for models and checkpoints, about 2 GB")
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--only", action="append", help="pattern of '<work> <tool>'; again: or")
-    parser.add_argument("--redo", action="store_true", help="measure again what is done")
-    parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="of one process")
-    parser.add_argument("--rehearse", default="", metavar="SHAPE", help="another model for all; kept in --work")
-    parser.add_argument("--samples", type=int, default=0, help="of a rehearsal")
-    text = "of an environment with an earlier quantkit"
+    parser.add_argument("--only", action="append", help="pattern of '<work> <tool>'; repeatable")
+    parser.add_argument("--redo", action="store_true", help="measure finished rows again")
+    parser.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="limit for one process")
+    parser.add_argument("--rehearse", default="", metavar="SHAPE", help="model for all works; results stay in --work")
+    parser.add_argument("--samples", type=int, default=0, help="calibration sequences in a rehearsal")
+    text = "Python of an environment with an earlier quantkit"
     parser.add_argument("--before", metavar="PYTHON", type=whole_path, help=text)
     add_options(parser)
     args = parser.parse_args()
@@ -214,7 +215,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Every row that is asked for and not done, then the pages; 1 if one of them failed."""
+    """Measure every requested row that is not done, then write the pages; return 1 if a row failed."""
     args, code = arguments(), 0
     bed = Bed(args.work.resolve(), args.pythons, shape=args.rehearse, samples=args.samples, limit_s=args.limit)
     for work, tool in rows():
@@ -223,7 +224,7 @@ def main() -> int:
         if args.only and not any(fnmatch.fnmatch(name, pattern) for pattern in args.only):
             continue
         if tool not in args.pythons:
-            print(f"{name}: skipped, its Python was not given", file=sys.stderr)
+            print(f"{name}: skipped, because its Python was not given", file=sys.stderr)
             continue
         entry = read_entries(args.results).get(name)
         if entry is None or args.redo or changed(entry, work):

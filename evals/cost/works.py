@@ -1,7 +1,7 @@
-"""What the cost table consists of: works, and who does them. Data; standard library only.
+"""The rows of the cost table as data: works, and the tools that do them; standard library only.
 
-The model is two layers of TinyLlama-1.1B's shape with random weights, one layer for AutoRound; calibration ids are
-random, the same for all. Every tool uses as many threads as it wants.
+The model has two layers of TinyLlama-1.1B's shape (one layer for AutoRound) with random weights. The calibration ids
+are random, and the same for all tools. Every tool uses its default number of threads.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ AUTOROUND: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One row of the table, done by us and by peers.
+    """A compression or search that quantkit and peers do, one row of the table for each tool.
 
     Args:
-        name: of the work.
-        title: as the page calls it.
-        model: name of a shape in evals/checks/make_random_llama.py; "demo" = the bundled one.
-        dtype: of its weights.
-        samples, length: of calibration; ids each.
-        recipe: shipped one that it starts from.
-        changes: of the recipe, as `--set` takes them.
-        target: of a search, None = a compression.
-        jobs: method and options of evals/peers, by tool.
-        of: work whose peers this one is compared with; its own, if empty.
-        least, goal: share of the best peer's wall and CPU seconds; for a search, of an earlier one's.
-        least_peak, goal_peak: share of that peer's memory.
+        name: name of the work.
+        title: title on the page.
+        model: name of a shape in evals/checks/make_random_llama.py; "demo" = the bundled model.
+        dtype: dtype of the weights.
+        samples, length: number of calibration sequences, and tokens in each.
+        recipe: shipped recipe to start from.
+        changes: fields of the recipe to replace.
+        target: bits per weight of a search; None = a compression.
+        jobs: method and options for evals/peers, keyed by tool.
+        of: name of the work whose peers this work is compared with; empty = its own peers.
+        least, goal: limit and goal for our wall and CPU seconds, as shares of the best peer's (of an earlier
+            quantkit's, for a search).
+        least_peak, goal_peak: limit and goal for our peak memory, as shares of that peer's; None = no limit.
     """
 
     name: str
@@ -123,11 +124,11 @@ WORKS = (
 
 
 def rows() -> Iterator[tuple[Work, str]]:
-    """Every work with every tool that does it, ours first."""
+    """Yield every work with every tool that does it, quantkit first."""
     for work in WORKS:
         yield from ((work, tool) for tool in (OURS, *work.jobs))
 
 
 def key(work: Work, tool: str) -> str:
-    """Names a row in the file of results."""
+    """Return the name of a row in a file of results."""
     return f"{work.name} {tool}"

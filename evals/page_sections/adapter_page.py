@@ -1,4 +1,4 @@
-"""Merging an adapter before quantizing, or applying it afterwards, for docs/adapters.md; for evals/pages.py.
+"""Make the table of docs/adapters.md: adapters merged before quantizing or applied afterwards; for evals/pages.py.
 
 Standard library only.
 """
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parents[1] / "results/adapter"
 
 
 def table() -> str:
-    """The part of the page."""
+    """Return the part of the page."""
     return "\n".join(_table(name, kept) for name, kept in provenance.read_results(RESULTS).items())
 
 
@@ -27,7 +27,7 @@ def _table(name: str, kept: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {number}" for package, number in about["versions"].items())
     distance = about["largest logit difference from transformers + PEFT"]
     note = (
-        f"KL x 1000 with 95 % intervals, of {name} with an adapter on all linears: rank {adapter['r']}, trained "
+        f"KL x 1000 with 95 % intervals, for {name} with an adapter on all linears: rank {adapter['r']}, trained "
         f"for {training['steps']} steps of {training['batch']} x {training['length']} tokens of {training['text']}. "
         f"{about['windows']} windows of {about['text']}, {about['tokens']:,} tokens; calibration: "
         f"{about['calibration']}. The base without the adapter has {_kl(about['kl of the base without the adapter'])}. "

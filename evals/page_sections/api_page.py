@@ -1,4 +1,4 @@
-"""The public names of the package with their signatures and docstrings, for docs/api.md; for evals/pages.py."""
+"""Make docs/api.md: the public names of the package with their signatures and docstrings; for evals/pages.py."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _class(name: str, kind: type) -> str:
 
 
 def _undescribed(kind: type) -> list[str]:
-    """Return a list of the fields whose description is beside the field, not in the docstring."""
+    """Return a list of the fields that are described next to the field, not in the docstring."""
     described = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     lines = [f"- `{field.name}`: {field.metadata['text']}" for field in described if "text" in field.metadata]
     return ["Fields that are also options of the command line:", "\n".join(lines)] if lines else []
 
 
 def _signature(name: str, function: Any) -> str:
-    """Return the call as in the source, without `self` and with callbacks' defaults shortened; long calls in lines."""
+    """Return the call as in the source, without `self` and callbacks' defaults; long calls get a line per argument."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(node, ast.FunctionDef)
     given = node.args

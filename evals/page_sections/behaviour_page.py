@@ -1,4 +1,4 @@
-"""How chat models act as their weights lose bits, for docs/behaviour.md; for evals/pages.py. Standard library only."""
+"""Make the tables of docs/behaviour.md: chat models with fewer bits; for evals/pages.py; standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAST = ("tokens per answer", "mean of tasks", "perplexity ratio", "KL on text", 
 
 
 def table() -> str:
-    """A table per model, and what each shows."""
+    """Return a table for each model, and what it shows."""
     return "\n\n".join(map(_model, provenance.read_results(RESULTS).values()))
 
 
@@ -30,13 +30,13 @@ def _model(result: dict[str, Any]) -> str:
     about = (
         f"{result['about']}. Groups of 64; {counts['samples']} calibration sequences; {counts['prompts']} prompts with "
         f"one answer each, at most 128 tokens; {counts['items']} items of each of arc_easy, piqa and winogrande; 4,096 "
-        f"tokens of WikiText-2's test text. *: differs from the original (95 %, paired). Commits {commits}."
+        f"tokens of WikiText-2's test text. *: differs from the original (paired, 95 % level). Commits {commits}."
     )
     return "\n".join([made, "", about, "", _finding(rows, kinds, counts["items"])])
 
 
 def _finding(rows: list[dict[str, Any]], kinds: list[str], items: int) -> str:
-    """What the sweep says about margins and tasks."""
+    """Say what the sweep shows about margins and tasks."""
     lower = [row for row in rows if any((_margins(row)[kind]["high"] or 1) < 1 for kind in kinds)]
     unseen = [row for row in lower if _verdict(row, "all tasks") != "worse"]
     larger = [row for row in rows if any((_margins(row)[kind]["low"] or 1) > 1 for kind in kinds)]

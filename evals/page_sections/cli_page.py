@@ -1,4 +1,4 @@
-"""Tables of options for docs/cli.md, from the commands themselves; for evals/pages.py."""
+"""Make the tables of options in docs/cli.md from the commands themselves; for evals/pages.py."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def sections() -> dict[str, str]:
 
 
 def _options(command: click.Command) -> list[click.Option]:
-    """Return a command's options, without those of all commands."""
+    """Return a command's options, except the options that all commands have."""
     options = [option for option in command.params if isinstance(option, click.Option)]
     return [option for option in options if option.opts[-1] not in EVERYWHERE]
 
 
 def _section(options: list[click.Option]) -> str:
-    """Return the table of a command; a sentence stands for the engine's options, which many commands have."""
+    """Return the table of a command; a sentence replaces the engine's options, which many commands have."""
     engine = [option for option in options if option.opts[-1] in ENGINE]
     if len(engine) < len(ENGINE):
         return _table(options)
@@ -44,7 +44,7 @@ def _table(options: list[click.Option]) -> str:
 
 
 def _cells(option: click.Option) -> tuple[str, str, str]:
-    """Return the row of an option: what `--help` says, with the default in a column of its own and without ranges."""
+    """Return the row of an option: what `--help` says, with the default in a separate column and without ranges."""
     record = option.get_help_record(click.Context(click.Command("any")))
     assert record is not None, option.name
     flags, text = record
@@ -56,7 +56,7 @@ def _cells(option: click.Option) -> tuple[str, str, str]:
 
 
 def _flags(text: str) -> str:
-    """Return `-o, --output DIR` as code, each flag for itself; numbers are N, choices are without brackets."""
+    """Return flags such as `-o, --output DIR` as code, one by one; numbers become N, choices lose their brackets."""
     text = re.sub(r"(?:INTEGER|FLOAT)(?: RANGE)?", "N", text)
     text = re.sub(r" \[([^\]]*)\]$", r" \1", text).replace("|", r"\|")
     return ", ".join(f"`{flag.strip()}`" for flag in re.split(r", (?=-)| / ", text))

@@ -1,4 +1,4 @@
-"""The time of a decode step as one native call and layer by layer, for docs/runtime.md; for evals/pages.py.
+"""Make the table of docs/runtime.md on decode steps as one native call and layer by layer; for evals/pages.py.
 
 Standard library only.
 """
@@ -26,7 +26,7 @@ HEAD = (
 
 
 def table() -> str:
-    """The part of the page: a row per model, number of threads and batch."""
+    """Return the part of the page: one row per model, number of threads and batch."""
     known = provenance.read_results(RESULTS).values()
     made = provenance.table(HEAD, [_cells(result, row) for result in known for row in result["rows"]])
     commits = ", ".join(sorted({each["taken"]["commit"] for each in known}))

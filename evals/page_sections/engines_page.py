@@ -1,4 +1,4 @@
-"""The tables of docs/formats.md about engines: what rules say, what was seen on CPUs; `evals/pages.py` writes them."""
+"""Make the tables of docs/formats.md about engines: what rules predict, what CPUs showed; for evals/pages.py."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quantkit.engine_rules.data_sheets import CAPABILITIES
 RESULTS, OTHERS = (Path(__file__).resolve().parents[1] / "results" / name for name in ("vllm", "cpu_engines"))
 NAMES = {"gemma3_text": "gemma3"}
 EXPERTS = ("mixtral", "qwen3_moe")  # models whose layers have experts
-WITHDRAWN = "awq-gptq-int4"  # a recipe that quantkit shipped when the rows were measured
-_QUOTED = 100  # characters of what an engine says
+WITHDRAWN = "awq-gptq-int4"  # a recipe that quantkit no longer ships, but shipped when the rows were measured
+_QUOTED = 100  # maximum characters of an engine's message
 ENGINES = ("vllm", "vllm:cpu", "sglang", "transformers", "tensorrt-llm", "llama.cpp")
 SERVED = (
     *((f"`{name}`", name, {}) for name in shipped() if name not in ("kv-fp8", "awq-int4-kv4", "awq-int4-kv8")),
@@ -35,7 +35,7 @@ SERVED = (
 
 
 def rules() -> str:
-    """How each engine reads what recipes make, by its rules."""
+    """Return the table of how each engine reads the output of recipes, according to our rules."""
     known = [(find_engine(name)[0], name.partition(":")[2]) for name in ENGINES]
     head = ["", *(f"{engine.title} {engine.release}{device and f', {device}'}" for engine, device in known)]
     rows = []
@@ -46,7 +46,7 @@ def rules() -> str:
 
 
 def _on_gpus(engine: str, model: StoredModel) -> str:
-    """Return how an engine reads a model from compute capability 8.0 on: `fast`, or `fast; from 10.0 on: wrong`."""
+    """Say how an engine reads a model from compute capability 8.0 on, e.g. `fast` or `8.0 to 9.0: fast; ...`."""
     answers = [(device, judge(engine, model, device).reads) for device in CAPABILITIES[1:]]
     runs = [list(run) for _, run in itertools.groupby(answers, key=lambda pair: pair[1])]
     spans = []
@@ -64,7 +64,7 @@ def _on_gpus(engine: str, model: StoredModel) -> str:
 
 
 def vllm() -> str:
-    """What vLLM's CPU build did: versions, the table, what it refuses and why, and the breaches."""
+    """Return what vLLM's CPU build did: versions, the table, what vLLM refuses and why, and the planted faults."""
     rows, breaches = (newest(kind) for kind in ("rows", "breaches"))
     made = rows["made"]
     noticed = sum(row["verdict"] == "noticed" for row in breaches["rows"])
@@ -75,14 +75,14 @@ def vllm() -> str:
 
 
 def verified() -> str:
-    """What `verify` and `eval` say by vLLM and by our engine: answers item by item, where the KL lies, gates."""
+    """Return the table of `verify` and `eval` with vLLM and with our engine: answers of each item, KL, gates."""
     head = ["", "items", "answered differently", "KL by our engine", "KL by vLLM", "KL by vLLM, with noise", "gates"]
     return provenance.table(head, [_compared(row) for row in newest("verify")])
 
 
 def _compared(row: dict[str, Any]) -> list[str]:
     by_side = row["answered otherwise"]
-    # Of verify: items of the checkpoint and of the original; of eval: items with what they differ by.
+    # `verify` lists items of the checkpoint and of the original; `eval` gives the difference of each item.
     ties = [f"{item}: {gap:.1e} nats" for item, gap in by_side.items() if not isinstance(gap, list)]
     differ = len(ties) or sum(len(items) for items in by_side.values())
     cells = [f"`{row['what']}`", str(row["items"]), f"{differ}{' (' + '; '.join(ties) + ')' if ties else ''}"]
@@ -95,7 +95,7 @@ def _compared(row: dict[str, Any]) -> list[str]:
 
 
 def newest(kind: str) -> Any:
-    """Rows, breaches, or what `verify` says, of the newest release of vLLM; no rows of a withdrawn recipe."""
+    """Return rows, breaches or results of `verify` for the newest vLLM, without the rows of a withdrawn recipe."""
     found = json.loads(max(RESULTS.glob(f"*-cpu-{kind}.json")).read_text())
     return {**found, "rows": [row for row in found["rows"] if row["case"] != WITHDRAWN]} if kind == "rows" else found
 
@@ -126,7 +126,7 @@ def _code(recipe: str) -> str:
 
 
 def _refusals(rows: list[dict[str, Any]]) -> str:
-    """Say why vLLM refuses, by our rules; the rows hold what vLLM itself says."""
+    """Say why vLLM refuses, according to our rules; the rows hold vLLM's own messages."""
     said: dict[str, dict[str, None]] = {}
     for row in rows:
         if row["verdict"] == "refused by vLLM":
@@ -135,7 +135,7 @@ def _refusals(rows: list[dict[str, Any]]) -> str:
 
 
 def others() -> str:
-    """What other CPU engines did with exports of the demo model."""
+    """Return what other CPU engines did with exports of the demo model."""
     results = [{"name": name, **result} for name, result in provenance.read_results(OTHERS).items()]
     cases = list(dict.fromkeys(row["case"] for result in results for row in result["rows"]))
     known = [{row["case"]: row for row in result["rows"]} for result in results]
@@ -158,14 +158,17 @@ def _others_refusals(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _reason(engine: str, row: dict[str, Any]) -> str:
-    """Return what our rules say today of a case that an engine did not compute correctly."""
+    """Return the reason that our rules give today for a case that an engine did not compute correctly."""
     name, _, export = row["case"].partition(" as ")
     kinds = (False, True) if row.get("model") in EXPERTS else (False,)
     return judge(engine, _stored(load(name), export, kinds)).reason
 
 
 def _stored(recipe: Recipe, export: str = "", kinds: tuple[bool, ...] = (False,)) -> StoredModel:
-    """Return what a recipe stores of a model with sizes that suit all kernels; a linear per kind, True = of experts."""
+    """Return what a recipe stores for a model with sizes that suit all kernels.
+
+    There is one linear for each value in `kinds`; True = a linear of an expert.
+    """
     if recipe.source.get("weights", {}).get("symmetric") == "auto":
         recipe = settled(recipe, symmetric=any(kinds))  # as planning settles `auto` for these rows
     linears = tuple(StoredLinear(scheme=recipe.scheme.default, shape=(4096, 4096), expert=kind) for kind in kinds)

@@ -1,4 +1,4 @@
-"""The cost of eviction, for docs/runtime.md: the table of evals/results/eviction; for evals/pages.py.
+"""Make the table of docs/runtime.md on the cost of eviction, from evals/results/eviction; for evals/pages.py.
 
 Standard library only.
 """
@@ -24,7 +24,10 @@ Row = dict[str, Any]
 
 
 def rows() -> list[Row]:
-    """Of ours and of the presses, with `who` each is and `cost`, its bytes to those of all tokens in 16 bits."""
+    """Return our rows and those of the presses.
+
+    Each has a name, `who`, and a `cost`: its bytes, relative to those of all tokens in 16 bits.
+    """
     ours, presses = (_read(name)["rows"] for name in ("ours", "presses"))
     full = {(r["model"], r["task"]): r["bytes"] for r in ours if r["policy"] == "full" and r["kv_cache"] == "bf16"}
     for row in ours:
@@ -42,7 +45,7 @@ def _read(name: str) -> Any:
 
 
 def table() -> str:
-    """The part of the page."""
+    """Return the part of the page."""
     known = rows()
     kept = " · ".join(f"{100 * share:g}" for share in SHARES)
     lines = []

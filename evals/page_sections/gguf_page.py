@@ -1,7 +1,6 @@
-"""Quality of our GGUF files beside those of llama-quantize, and of searched ones beside others of their size, for
-docs/gguf.md: the tables of evals/results/gguf.
+"""Make the tables of docs/gguf.md from evals/results/gguf, for evals/pages.py; standard library and yaml.
 
-Standard library and yaml; for evals/pages.py.
+They compare the quality of our GGUF files with those of llama-quantize, and searched files with others of their size.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ RESULTS = Path(__file__).parents[1] / "results/gguf"
 
 
 def table() -> str:
-    """The part of the page about quality."""
+    """Return the part of the page about quality."""
     known = provenance.read_results(RESULTS)
     return "\n\n".join(_of(result) for name, result in known.items() if not name.startswith(SEARCHES))
 
 
 def searched() -> str:
-    """The part of the page about searches."""
+    """Return the part of the page about searches."""
     return "\n\n".join(map(_of_search, provenance.read_results(RESULTS, f"{SEARCHES}*.json").values()))
 
 
@@ -35,10 +34,10 @@ def _of_search(result: dict[str, Any]) -> str:
         commits.add(stamp.commit)
         cells = [row["kind"], f"{row['bytes'] / 1e6:.1f}", f"{row['kl']:.4f} ± {row['kl_error']:.4f}{mark}"]
         rows.append([f"`{row['name']}`", *cells, f"{row['kl_99']:.2f}", f"{row['same_top_percent']:.1f} %"])
-    made = provenance.table(("File", "types", "MB", "KL", "99 % below", "same likeliest token"), rows)
+    made = provenance.table(("File", "types", "MB", "KL", "KL, 99th percentile", "same top token"), rows)
     return (
         f"{made}\n\n{result['model']}: {result['about']}; {result['rows'][0]['positions']:,} tokens, measured by "
-        f"{result['engine']}. Each search had {result['tokens']} tokens and the candidates {result['candidates']}. "
+        f"{result['engine']}. Each search used {result['tokens']} tokens and the candidates {result['candidates']}. "
         f"At commit {', '.join(sorted(commits))}."
     )
 

@@ -1,4 +1,4 @@
-"""docs/models.md, and README's sentence on models, from the rows of every_model.py."""
+"""Make docs/models.md and README's sentence about models from the rows of every_model.py."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ This page is generated from `{source}`. Each verdict comes from a run:
 
 The check builds every class that transformers lists for causal language modelling or for image-text-to-text. It takes
 the default configuration of the class and shrinks the sizes in it (`evals/checks/tiny_models.py`). The weights are
-random, and transformers writes the model. Some settings change the tensors of a class; they have rows of their own,
-with the setting after a colon. A class is *decoder-only* if it needs only token ids, is not configured as encoder and
+random, and transformers writes the model. Some settings change the tensors of a class; they have separate rows, with
+the setting after a colon. A class is *decoder-only* if it needs only token ids, is not configured as encoder and
 decoder, and gives a position the same logits whatever tokens follow. Other classes are listed last. A type in both
 lists counts as an image-text model. A recipe's verdict is *right* if the checkpoint passes all of these checks:
 
@@ -58,12 +58,12 @@ models run through transformers. *Share*: the share of the matrices in decoder l
 
 
 def newest() -> Path:
-    """The rows of the highest version of transformers."""
+    """Return the file with the rows of the highest version of transformers."""
     return max(RESULTS.glob("*.json"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.stem)])
 
 
 def sentence(file: Path) -> str:
-    """What README says of the models that were tried."""
+    """Return what README says about the models that were tried."""
     rows = read(file).values()
     causal, image = count(rows, "causal"), count(rows, "image-text")
     return (
@@ -75,29 +75,29 @@ def sentence(file: Path) -> str:
 
 
 def outcome(counts: Mapping[str, int]) -> str:
-    """The verdicts of a task as a clause: "149 pass, 4 work only in quantkit and 3 are refused by quantkit"."""
+    """Return the verdicts of a task as a clause: "149 pass, 4 work only in quantkit and 3 are refused by quantkit"."""
     verbs = ("pass", "work only in quantkit", "are refused by quantkit", "give wrong results", "crash")
     clauses = [f"{counts[name]} {verb}" for name, verb in zip(BUILT, verbs, strict=True) if counts[name]]
     return " and ".join(filter(None, (", ".join(clauses[:-1]), clauses[-1])))
 
 
 def total(counts: Mapping[str, int]) -> int:
-    """Rows that a recipe was tried on."""
+    """Return the number of rows on which recipes were tried."""
     return sum(counts[name] for name in BUILT)
 
 
 def said(counts: Mapping[str, int], verdicts: Iterable[str] = BUILT) -> str:
-    """Numbers of a task by verdict, those that are none left out."""
+    """Return the counts of a task by verdict, without zeros."""
     return ", ".join(f"{counts[name]} {name}" for name in verdicts if counts[name]) or "all"
 
 
 def count(rows: Iterable[Mapping[str, Any]], task: str) -> Counter[str]:
-    """Rows of a task by verdict."""
+    """Count the rows of a task by verdict."""
     return Counter(verdict(row) for row in rows if row["task"] == task)
 
 
 def render() -> str:
-    """The page as text; a function of the newest rows alone."""
+    """Return the page as text; it depends only on the newest rows."""
     from model_row import KEPT, NOISY
 
     file = newest()
@@ -150,7 +150,7 @@ def _table(group: Mapping[str, Any], kind: str) -> str:
 
 
 def _reasons(group: Mapping[str, Any], entry: str) -> str:
-    """Names by what was said about them, the commonest first."""
+    """Return a list of reasons with the names of their models, most frequent first."""
     said: dict[str, list[str]] = {}
     for name, row in group.items():
         for reason in map(_plain, [row[entry]] if entry else _whys(row)):
@@ -169,7 +169,7 @@ def _whys(row: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(reason: str) -> str:
-    """As text of a page, without what differs from model to model: names of tensors, shapes, numbers."""
+    """Return a reason as Markdown, without what differs between models: names of tensors, shapes, numbers."""
     short = re.sub(r"\[.*\]", "[…]", reason)
     short = re.sub(r"\([\d, ]+\)", "(…)", re.sub(r"\b[\w]+(?:\.[\w]+)*\.\d+[\w.]*", "…", short))
     return re.sub(r"([|<>*_\[\]`])", r"\\\1", short)

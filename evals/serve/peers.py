@@ -1,11 +1,11 @@
-"""Three servers side by side on the same weights: quantkit, llama.cpp and vLLM on a CPU, one after the other.
+"""Compare three servers with the same weights on a CPU, one after the other: quantkit, llama.cpp and vLLM.
 
     python evals/serve/peers.py [--vllm PYTHON] [--llama-server BINARY] [--streams 1,8,32] [--out FILE]
 
-Weights in bfloat16 with the shapes of 8 layers of TinyLlama-1.1B, made at random; llama.cpp gets the GGUF file that
-`quantkit convert` makes of them. Each server has `--threads` threads; the load is that of `quantkit bench --url`, with
-prompts of 64 random tokens that share no prefix and 64 new ones each. A peer that is not named is left out. FILE:
-evals/results/serve/peers.json, from which `page.py` makes docs/serve.md's table. About 10 minutes.
+The weights are random bfloat16 numbers with the shapes of 8 layers of TinyLlama-1.1B. llama.cpp gets a GGUF file that
+`quantkit convert` makes from them. Each server has `--threads` threads. The load is that of `quantkit bench --url`:
+64 random tokens in each prompt, no shared prefixes, and 64 new tokens. A peer without its option is left out. FILE is
+evals/results/serve/peers.json, from which `page.py` makes the table of docs/serve.md. A run takes about 10 minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT = 256
 def servers(
     options: argparse.Namespace, model: Path, streams: int
 ) -> dict[str, contextlib.AbstractContextManager[Any]]:
-    """What is compared; a server starts when it is entered."""
+    """Return the servers to compare; each starts when its context is entered."""
     threads = options.threads
     limits = ["--max-running", str(streams), "--max-length", str(CONTEXT), "--threads", str(threads)]
     shape: dict[str, int] = {"streams": streams, "threads": threads, "context": CONTEXT}
@@ -53,7 +53,7 @@ def servers(
 
 
 def measure(url: str, streams: int, rounds: int) -> Figures:
-    """Figures of one server at so many streams."""
+    """Return the figures of one server with this number of streams."""
     from statistics import median
 
     from quantkit.benchmark.http import measure_server
@@ -67,7 +67,7 @@ def measure(url: str, streams: int, rounds: int) -> Figures:
 
 
 def peer_versions(options: argparse.Namespace) -> dict[str, str]:
-    """Of the peers that are measured."""
+    """Return the versions of the peers that are measured."""
     several = {}
     if options.llama_server:
         done = subprocess.run([options.llama_server, "--version"], capture_output=True, text=True, check=True)
@@ -79,14 +79,14 @@ def peer_versions(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--llama-server", metavar="BINARY")
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--shape", default=SHAPE, help="of make_random_llama.py")
+    parser.add_argument("--shape", default=SHAPE, help="name of a shape in make_random_llama.py")
     parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
     options = parser.parse_args()
     origin = about(model=options.shape, prompt_tokens=TOKENS, new_tokens=TOKENS, threads=options.threads)

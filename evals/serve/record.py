@@ -1,4 +1,4 @@
-"""What a result says about where it comes from, and where it is kept: evals/results/serve/NAME.json."""
+"""The origin that every result states, and the folder of the results: evals/results/serve/NAME.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("quantkit", "torch", "transformers", "starlette", "uvicorn", "aiohtt
 
 
 def about(**further: Any) -> dict[str, Any]:
-    """Commit, versions and machine, and how busy others keep it: figures of a busy machine are no claims."""
+    """Return commit, versions, machine, and how busy others keep it: figures of a busy machine are unreliable."""
     from quantkit.machine.devices import processor_name
 
     return {
@@ -35,7 +35,7 @@ def about(**further: Any) -> dict[str, Any]:
 
 
 def _busy_share() -> float:
-    """Of the processors' time, while this process sleeps a second."""
+    """Return the share of the processors' time that other processes use while this process sleeps for a second."""
     before = busy_seconds()
     time.sleep(1.0)
     return (busy_seconds() - before) / (os.cpu_count() or 1)
