@@ -33,7 +33,8 @@ class Ceilings:
     Args:
         device: the device.
         threads: number of torch threads, on a CPU.
-        bytes_per_s: memory bandwidth; the rate of reading on a CPU, the higher rate of reading and copying on a GPU.
+        bytes_per_s: memory bandwidth; on a CPU, the rate of reading; on a GPU, the higher of the reading and copying
+            rates.
         flops_per_s: operations per second of a square matrix product, keyed by dtype name, e.g. {"bfloat16": 2.1e11}.
     """
 
