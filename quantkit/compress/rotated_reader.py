@@ -38,7 +38,7 @@ class RotatedReader(ModelReader):
     """
 
     def __init__(self, source: CheckpointReader, family: Family, *, seed: int, heads: bool) -> None:
-        self._share(source)  # its files have been opened and checked
+        self._share(source)  # the files of `source` are already open and checked
         self._view(family)
         self._head = f"{family.stored_head or family.head}.weight"
         self._embedding, self._final_norm = f"{family.embedding}.weight", f"{family.final_norm}.weight"

@@ -178,7 +178,7 @@ def test_a_killed_search_goes_on_and_ends_the_same(searched, tiny_llama, options
 
 def test_numbers_of_another_search_are_refused(searched, tiny_llama, options, work, tmp_path):
     changed = options(tmp_path / "x.yaml", work=work, max_tokens=300)
-    with pytest.raises(ResumeError, match=r"started with other settings or files \(windows.*--no-resume"):
+    with pytest.raises(ResumeError, match=r"started with different settings or files \(windows.*--no-resume"):
         search_recipe(str(tiny_llama), SearchTarget(bits=5.0), changed)
 
 

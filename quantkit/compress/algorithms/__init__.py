@@ -1,4 +1,4 @@
-"""Compression algorithms, which are the steps of a recipe. Each has its own file, named like the step in a recipe."""
+"""Compression algorithms, which are the steps of a recipe. Each step has its own file, which has the step's name."""
 
 from quantkit.registry import Registry
 

@@ -1,9 +1,9 @@
 """Prepare a decoder layer for gradients: tunable copies of its weights, its inputs and targets, and its output error.
 
-The pipeline runs under `torch.inference_mode`, whose tensors autograd refuses. Tuning therefore calls the layer with
-ordinary copies of its parameters. Autograd differentiates only the layer itself. The gradient of each decoded weight
-goes to `_autoround_weight` as soon as it is complete. So if a step uses one sequence, memory holds only one weight's
-gradient at a time.
+The pipeline runs under `torch.inference_mode`, and autograd does not accept tensors made in that mode. Tuning therefore
+calls the layer with ordinary copies of its parameters. Autograd differentiates only the layer itself. The gradient of
+each decoded weight goes to `_autoround_weight` as soon as it is complete. So if each step uses one sequence, memory
+holds only one weight's gradient at a time.
 Shapes: B sequences, T tokens, D hidden width; N outputs, K inputs of a linear.
 """
 
@@ -26,7 +26,7 @@ from quantkit.numerics.activation_quant import fake_quantize_inputs
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.output.writer import write_shard
 
-# Factor that keeps the gradients of float16 layers away from both ends of float16's range; their signs stay the same.
+# Factor that keeps the gradients of float16 layers away from both ends of float16's range; their signs do not change.
 _LOSS_SCALE = 1024.0
 
 Step = Callable[[str, Tensor, Tensor], None]
@@ -52,12 +52,12 @@ class Examples:
     def batch(self, number: int, rows: slice = slice(None)) -> tuple[Batch, Tensor]:
         """Return the inputs and the target outputs (B, T, D) of one batch, or of some rows of the batch.
 
-        The tensors are ordinary ones, not tensors of inference mode.
+        The tensors are ordinary tensors, not inference-mode tensors.
         """
         states, target = self._store[number][rows], states_of(self._target(number))
-        if isinstance(states, Tensor):  # otherwise one sequence, whose first dimension may be residual streams
+        if isinstance(states, Tensor):  # a `LayerCall` is one sequence, and its first dimension may be residual streams
             target = target[rows]
-        # Copied in any case: the store may hold tensors of inference mode, which autograd refuses.
+        # Always copied, because the store may hold inference-mode tensors, which autograd does not accept.
         return states.to(self._device, copy=True), target.to(self._device, copy=True)
 
 
@@ -77,7 +77,7 @@ def _targets(layer: LayerContext) -> Callable[[int], Batch]:
 
 
 def _saved(folder: Path, tensors: Iterable[Tensor]) -> Callable[[int], Tensor]:
-    """Write each tensor to a file of its own. Return a function that, given a tensor's number, reads it."""
+    """Write each tensor to its own file. Return a function that, given a tensor's number, reads the tensor."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, tensor in enumerate(tensors):
         write_shard(folder / str(number), {"target": tensor})
@@ -96,7 +96,7 @@ class TunedBlock:
     def __init__(self, layer: LayerContext, values: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
         self._layer, self._values, self.weights = layer, values, weights
         self._calls = dict.fromkeys(weights, 0)  # per linear: calls that ran forwards but not yet backwards
-        self._sums: dict[str, Tensor] = {}  # gradients that wait for other gradients of the same weight
+        self._sums: dict[str, Tensor] = {}  # gradients to which later calls or batches will add
         self._step: Step | None = None
         self._gradient = torch.empty(0)  # memory that all linears use in turns
 
@@ -106,7 +106,7 @@ class TunedBlock:
         Args:
             hidden, target: inputs and target outputs of the batch; see `Examples.batch`.
             step: called once for each linear that received a gradient, as soon as that gradient is complete; not called
-                if the error is not finite. None = keep the gradients, to which later batches add theirs.
+                if the error is not finite. None = keep the gradients, so that later batches can add theirs.
         """
         self._step, self._calls = step, dict.fromkeys(self.weights, 0)
         with torch.enable_grad():
@@ -121,7 +121,7 @@ class TunedBlock:
         return relative
 
     def _finish(self) -> None:
-        """Call `step` for linears whose gradient autograd computed, or which only earlier batches reached."""
+        """Call `step` for linears whose gradient autograd computed, and for linears that only earlier batches used."""
         for name, weight in self.weights.items():
             if weight.grad is not None:
                 self._sums[name] = weight.grad.add_(self._sums.pop(name, 0))
@@ -164,7 +164,7 @@ class TunedBlock:
         return wrong / total if total > 0 else 0.0
 
     def _error(self, hidden: Batch, target: Tensor) -> Tensor:
-        # Copies, since autograd refuses tensors that inference mode has made.
+        # Copies, because autograd does not accept inference-mode tensors.
         arguments = tree_map_only(Tensor, Tensor.clone, self._layer.stream.arguments(hidden))
         output = hidden_states(functional_call(self._layer.block, self._values, (states_of(hidden),), arguments))
         assert output.shape == target.shape, "output and target have different shapes"
@@ -202,7 +202,7 @@ class _Product(torch.autograd.Function):
         context: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, take: Callable[[Tensor, Tensor], None]
     ) -> Tensor:
         context.save_for_backward(inputs)
-        # Not with `save_for_backward`: autograd would raise an error once a step has changed the weight.
+        # `save_for_backward` cannot hold the weight: autograd would raise an error once a step has changed it.
         context.weight, context.take = weight, take
         return nn.functional.linear(inputs, weight, bias)
 

@@ -147,13 +147,13 @@ class TunedWeight:
         scale, zero = self._present(rows)
         raw = self._raw(rows, self._ratio(rows, scale, ratio), zero, inside)
         torch.clamp(raw, self._dtype.minimum, self._dtype.maximum, out=codes)
-        inside.eq_(codes)  # as floats: writing and reading booleans is several times as slow
+        inside.eq_(codes)  # as floats, because writing and reading booleans is several times slower
         by_value.copy_(gradient.view_as(ratio))
         if zero is not None:
             codes -= zero.unsqueeze(-1)
         # d value / d scale is code - zero; where nothing was clamped, weight / scale is subtracted.
         by_scale = codes.addcmul_(ratio, inside, value=-1).mul_(by_value).sum(-1)
-        # A shift of the zero point moves an unclamped code by as much, so only clamped values depend on the zero point.
+        # A shift of the zero point moves unclamped codes equally, so only clamped values depend on the zero point.
         by_zero = torch.addcmul(by_value, by_value, inside, value=-1, out=codes).sum(-1).mul_(-scale)
         moved = self.offset[rows].view_as(ratio)
         moved.addcmul_(by_value.mul_(inside).sign_(), scale.sign().unsqueeze(-1), value=-rate)
@@ -161,7 +161,7 @@ class TunedWeight:
         return by_scale, by_zero
 
     def _in_c(self, other: Tensor) -> bool:
-        """Whether C can compute a step with this gradient, or write values to it."""
+        """Whether the C code can compute a step with the gradient `other`, or write values to `other`."""
         tensors = (self._weight, other)
         usable = all(t.is_cpu and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
         return usable and native.library() is not None

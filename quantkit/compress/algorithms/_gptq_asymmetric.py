@@ -40,7 +40,7 @@ class Correction(NamedTuple):
 def choose_correction(hessians: list[Tensor], halves: list[Tensor], limit: float) -> Correction:
     """Choose the ridge and the share of a correction by cross-validation between two halves of the tokens.
 
-    With the chosen ridge, the correction computed from the first half lowers the error on the second half most.
+    With the chosen ridge, the correction computed from the first half lowers the error on the second half the most.
 
     Args:
         hessians: Hessian (K, K) of each half; the upper triangles are not read; not modified.
@@ -61,7 +61,7 @@ def choose_correction(hessians: list[Tensor], halves: list[Tensor], limit: float
         share = min(a / b, 1.0) if a > 0 and b > 0 else 0.0
         if share * (2 * a - share * b) > gain:
             gain = share * (2 * a - share * b)
-            # The part a of b is signal, the rest is noise. With the tokens of both halves, the noise is half as large.
+            # Of b, the part a is signal, the rest is noise. With the tokens of both halves, the noise is half as large.
             best = Correction(ridge, min(2 * a / (a + b), limit))
     return best
 
@@ -108,7 +108,7 @@ def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all
 
 
 def corrected(weights: list[Tensor], shift: Shift) -> list[Tensor]:
-    """Return corrected weights, whose outputs on the quantized model's inputs are closer to the original's outputs.
+    """Return weights, corrected so that their outputs in the quantized model are closer to those in the original model.
 
     Args:
         weights: weight (N_i, K) of each linear; not modified.

@@ -23,7 +23,7 @@ class Factor(NamedTuple):
     Args:
         lower: (K, K) float32: L on and below the diagonal, H above it.
         backwards: (K,) input column of each row of L.
-        raised: the damping that was used if the requested one was not enough; otherwise 0.
+        raised: the damping that was used if the requested damping was not enough; otherwise 0.
         diagonal: (K,) float32, diagonal of H.
     """
 
@@ -55,7 +55,7 @@ def cholesky_factor(hessian: Tensor, order: Tensor, damping: float) -> Factor:
     """
     diagonal = hessian.diagonal()
     mean = diagonal.mean().item()
-    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # an input that is always 0: its column is rounded on its own
+    diagonal[diagonal == 0] = mean if mean > 0 else 1.0  # for always-zero inputs, which affect no other column
     backwards = order.flip(0)
     lower = torch.empty_like(hessian)
     _copy_upper(hessian, hessian)

@@ -55,7 +55,7 @@ def fit_scales(
         normal = _normal_equations(values, None if zero is None else zero[rows], groups, hessian, in_c=in_c)
         # A group whose codes are all zero leaves a row of zeros, which would make the system singular.
         normal.diagonal(dim1=1, dim2=2).add_(1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) + 1e-30)
-        # solve_ex raises nothing: a row whose solution is not finite keeps its scales below.
+        # solve_ex does not raise an error. Scales that are not finite are replaced by the old scales below.
         fitted[rows] = scale[rows] + torch.linalg.solve_ex(normal, right[rows].unsqueeze(2))[0].squeeze(2)
     return torch.where(torch.isfinite(fitted) & (fitted * scale > 0), fitted, scale)
 
@@ -89,7 +89,7 @@ def _right_sides(
             matmul.add_products(products, left, slice(0, len(part)), packed.part(0, rows.stop))
         values = settled.codes[rows].float()
         values = values if zeros is None else values.sub_(zeros.index_select(0, groups_of[rows]))
-        # A matrix product, because index_add_ on a GPU sums in another order each time.
+        # A matrix product, because index_add_ on a GPU sums in a different order each time.
         right.addmm_(members[:, rows].float(), values.mul_(products))
     return right.T.contiguous()
 
@@ -100,14 +100,14 @@ def _normal_equations(
     """Return D'H D (R, G, G) for each row.
 
     If `in_c`, C code computes the products from bfloat16 operands. Codes minus their zero point are exact in bfloat16.
-    For the Hessian, bfloat16 is precise enough, because D'H D only affects how far the scales move. They are optimal
-    where `_right_sides` is 0, whatever D'H D is.
+    For the Hessian, bfloat16 is precise enough, because D'H D only affects how far the scales move. The scales
+    are optimal where `_right_sides` is 0, whatever D'H D is.
 
     Args:
         codes: (K, R), with the inputs ordered by group.
         zero: zero points (R, G); None for symmetric schemes.
         groups: number of groups G.
-        hessian: given a slice, returns these rows of H, with the inputs ordered by group.
+        hessian: function that, given a slice, returns these rows of H, with the inputs ordered by group.
         in_c: whether to use C code if possible.
     """
     size, num_rows = len(codes) // groups, codes.shape[1]

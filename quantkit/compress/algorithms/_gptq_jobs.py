@@ -12,9 +12,9 @@ from quantkit.compress.calibration.layer import LayerContext
 from quantkit.distributed import world
 from quantkit.models.linear_sets import LinearSet, find_expert
 
-# Largest number of weights that go through the loop as one matrix, in float32: 1 GiB.
+# Maximum number of weights that go through the loop as one matrix; in float32, they take 1 GiB.
 _TALLEST = 1 << 28
-# Least average number of rows per part of a matrix, and largest number of parts.
+# Minimum average number of rows per part of a matrix, and maximum number of parts.
 _SHORTEST, _MOST_PARTS = 1024, 4
 # Factorising a (K, K) Hessian takes as long as solving K / 8 rows.
 _FACTORISED = 8
@@ -138,7 +138,7 @@ def fitting_rounds(layer: LayerContext, sets: list[Pending], *, one_by_one: bool
         layer: the layer. An expert's set moves to the next round if the round's statistics would otherwise need more
             memory than the layer's weights.
         sets: the result of `LayerContext.pending`.
-        one_by_one: whether each set gets a round of its own, so that its statistics are gathered after the earlier sets
+        one_by_one: whether each set gets its own round, so that its statistics are gathered after the earlier sets
             have codes. Sets of the same linear in different experts do not depend on each other and share a round.
     """
     limit = sum(parameter.nbytes for parameter in layer.block.parameters())

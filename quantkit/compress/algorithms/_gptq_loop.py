@@ -2,8 +2,8 @@
 compiler is available.
 
 A column is *settled* once its codes are chosen. Matrices are transposed, with one row per input column, so that the
-inner loop reads contiguous memory. Rows are in the order of the factor, which is the reverse of the order in which
-columns are settled.
+inner loop reads contiguous memory. Their rows have the same order as the rows of the factor: the column that is
+settled first comes last.
 Shapes: N outputs, K inputs, G groups.
 """
 
@@ -19,8 +19,8 @@ from quantkit.numerics.affine import Ranges, from_codes, to_codes
 from quantkit.numerics.dtype import DType
 from quantkit.numerics.scheme import WeightScheme
 
-# Numbers of columns in a run. A block is settled in runs: inside a run, rank-1 updates stay in the cache; between runs,
-# matrix products suffice.
+# Number of columns in a run, in torch and in C. A block is settled in runs: inside a run, rank-1 updates stay in the
+# cache; between runs, matrix products suffice.
 _RUN, _RUN_IN_C = 32, 128
 # Number of weight rows that are transposed and reordered at once.
 _COPIED = 512
@@ -39,11 +39,11 @@ class Settled(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Grid to which the weights of some columns are rounded. The columns are in the order of the factor.
+    """Grid to which the weights of some columns are rounded.
 
     Args:
         scales, zeros: (G, N) float32; zeros is None for symmetric types.
-        groups: group of each column, (K,) int64, on the CPU.
+        groups: group of each column, (K,) int64, on the CPU. The columns are ordered like the rows of `Factor.lower`.
         dtype: number type.
     """
 
@@ -104,7 +104,8 @@ def settle_columns(
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         span = slice(start, stop)
-        # Correction of each column of the block times the column's pivot. Settling a column replaces its row by L'e.
+        # Correction of each column of the block, times the column's pivot. Settling a column replaces its row of `due`
+        # by L'e.
         due = owed[span] if keep_errors else owed[: stop - start]
         errors.multiply(span, due)
         _settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))

@@ -4,7 +4,7 @@ The target is the original layer's output for the original model's hidden states
 quantized earlier layers, so each layer also compensates for the errors of earlier layers. Differences from the paper:
 tuning starts from ranges that were searched with the importance of the inputs. It takes many small steps of one
 sequence each, instead of a few large steps. It may move a code by more than one place, and it keeps the result only if
-the error of sequences that were not tuned on has not grown. `_autoround_weight` computes the gradients of rounding, and
+the error on held-out sequences has not grown. `_autoround_weight` computes the gradients of rounding, and
 `_autoround_block` prepares the layer for autograd.
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs.
 """
@@ -28,8 +28,8 @@ from quantkit.machine.memory import release_freed_memory
 from quantkit.numerics.affine import search_parameters
 from quantkit.numerics.tensor import QuantizedTensor
 
-# One in this many sequences is not tuned on. The error before and after tuning is measured on these: on few sequences,
-# tuning halves its own error while that of other text grows.
+# One in this many sequences is held out from tuning. The error before and after tuning is measured on the held-out
+# sequences, because tuning on few sequences halves their own error while the error on other text grows.
 _HELD_OUT = 8
 
 # Largest default size of the first gradient step; larger ones were worse in measurements.
@@ -55,7 +55,7 @@ class AutoRoundStep(Step):
     needs_targets: ClassVar[bool] = True
     fits_blocks: ClassVar[bool] = False
     # Each gradient step needs the result of the one before it, so processes cannot share the tuning. They do share the
-    # other runs of the data.
+    # other passes over the data.
     on_one_process: ClassVar[bool] = True
 
     iterations: Positive = 1600
@@ -80,7 +80,7 @@ class AutoRoundStep(Step):
             with tunable(layer, names) as block:
                 tuned = {name: _start(layer, name, importance[name]) for name in names}
                 note = self._tune(layer, block, tuned)
-            # The decoded copies are no longer needed. Then each weight's result replaces its tuning state, one by one.
+            # Free the decoded copies. Then replace the tuning state of each weight by its result, one weight at a time.
             del block
             return {name: tuned.pop(name).result() for name in names}, note
 
@@ -90,11 +90,11 @@ class AutoRoundStep(Step):
         release_freed_memory()
 
     def _tune(self, layer: LayerContext, block: TunedBlock, tuned: Tuned) -> str:
-        """Tune the weights of the block. If this does not lower the error, undo it and return a note for the user,
+        """Tune the weights of the block. If the held-out error grows, undo the tuning and return a note for the user;
         otherwise return an empty text.
         """
         examples = Examples(layer)
-        # Spread evenly over the store, because its batches are sorted by length. A single sequence serves both.
+        # Spread evenly over the store, because its batches are sorted by length. A single sequence serves both uses.
         held_out = examples.sequences[:: min(_HELD_OUT, len(examples.sequences))]
         seen = [each for each in examples.sequences if each not in held_out] or held_out
         for name, weight in block.weights.items():
@@ -162,7 +162,7 @@ def _start(layer: LayerContext, name: str, importance: Tensor) -> TunedWeight:
 
 def _shuffled(sequences: list[tuple[int, slice]], seed: str) -> Iterator[tuple[int, slice]]:
     """Yield all sequences in random order, again and again. The order depends only on the run's seed and the layer."""
-    # Python's own hash is no alternative, because it gives the same text another number in each process.
+    # Python's `hash` cannot be used, because it returns a different number for the same text in each process.
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:6], "big")
     generator = torch.Generator().manual_seed(number)
     while True:

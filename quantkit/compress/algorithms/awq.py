@@ -1,8 +1,8 @@
 """AWQ: before rounding, scale up the weights that see large inputs; the search minimizes the parent's output error.
 
 The *parent* is the module around a set of linears, e.g. attention. After scaling, a second search chooses the range of
-each group by the output error of the group's linear (clipping). AWQ sets ranges, not codes: a GPTQ step may follow;
-otherwise rounding to nearest uses the ranges.
+each group that minimizes the output error of the group's linear (clipping). AWQ sets ranges, not codes. A GPTQ step may
+follow; without it, rounding to nearest uses the ranges.
 Shapes: T tokens, N outputs, K inputs, G groups of g inputs.
 Source: Lin et al. 2023, AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration.
 """

@@ -64,17 +64,17 @@ class Step(ABC):
     is_for_activations: ClassVar[bool] = False
     """The step only helps where activations are quantized."""
     replaces_model: ClassVar[bool] = False
-    """`open` reads the checkpoint as another model, so codes of a quantized source cannot be kept."""
+    """`open` reads the checkpoint as a different model, so codes of a quantized source cannot be kept."""
     moves_scales: ClassVar[bool] = False
-    """The step moves scales between a linear and the module before it, so neither alone fits into the original."""
+    """The step moves scales between a linear and the previous module, so neither alone fits into the original model."""
     needs_targets: ClassVar[bool] = False
     """The run computes the original model's outputs (`layer.data.targets`)."""
     fits_blocks: ClassVar[bool] = True
     """The step can choose the scales of ggml's types, which are whole multiples of the scale of a block."""
     on_one_process: ClassVar[bool] = False
-    """One process solves the whole layer, because its parts cannot be shared among several."""
+    """One process runs the step on the whole layer, because the work cannot be divided among several processes."""
     independent_options: ClassVar[Mapping[str, Any]] = {}
-    """Options with which the result for a layer does not depend on the layers before it, for `search`."""
+    """Options that make a layer's result independent of the layers before it. `search` uses them."""
 
     @property
     def needs_original(self) -> bool:
@@ -93,8 +93,8 @@ class Step(ABC):
         return StepBytes()
 
     def open(self, source: CheckpointReader, family: Family) -> ModelReader:
-        """Return a reader of the model that all steps of the recipe work on: the source model, or another model if
-        `replaces_model` is true.
+        """Return a reader of the model that all steps of the recipe work on: the source model, or a different model
+        if `replaces_model` is true.
 
         Raises:
             ModelError: the step cannot work on this model.

@@ -37,10 +37,10 @@ ActOrder = Literal["none", "weight", "group"]
 
 Statistics = dict[tuple[str, ...], tuple[list[Tensor], CrossErrors | None, int]]
 """For each set, the parts that add up to its Hessian, the errors of earlier layers (None = they are ignored), and the
-number of tokens that both are means over.
+number of tokens over which both are means.
 """
 
-# Of automatic damping: the factor of the root of inputs per token, and the limits. Of 0.01, 0.05 and 0.15, the last had
+# Automatic damping: the factor of the root of inputs per token, and the limits. Of 0.01, 0.05 and 0.15, the last had
 # the lowest KL on three models of 135 to 500 million parameters with 4,096 tokens, and on one of them with 32,768. On
 # models of less than 2 million parameters, 0.01 was better.
 _NOISE, _LEAST_DAMPING, _MOST_DAMPING = 0.4, 0.01, 1.0
@@ -53,16 +53,16 @@ class GptqStep(Step):
     Args:
         block_size: number of columns to round before one matrix product updates all remaining columns.
         damping: fraction of the Hessian's mean diagonal to add to the diagonal; raised step by step if the Hessian is
-            singular. None = 0.4 times the root of K / T for T calibration tokens, 0.01 to 1, because a Hessian that
-            is measured on T tokens has noise that grows with this root.
+            singular. None = 0.4 times the square root of K / T for T calibration tokens, limited to 0.01 to 1. The
+            noise of a Hessian that is measured on T tokens grows with this root.
         act_order: order in which columns are rounded. "weight": columns with the largest inputs first; groups stay in
             place. "group": the same order, and each group consists of columns that follow each other in this order, so
             the format must store the group of each input. "none": from left to right.
         scale_search: whether to search the ranges with the least squared weight error; false = full ranges. Weighting
             the errors by the inputs was worse in measurements, because the loop moves errors to other columns anyway.
         true_sequential: whether to collect the inputs of a set only after the earlier sets of the layer are quantized.
-            Use it with `asymmetric_calibration`: without it, the KL of two real models at 4 bits was 1.5 and 1.9 times
-            as large.
+            Set it if `asymmetric_calibration` is above 0; otherwise the KL of two real models at 4 bits was 1.5 and 1.9
+            times as large.
         asymmetric_calibration: upper limit, 0 to 1, of the share of earlier layers' errors that this layer compensates
             for (GPTAQ). Cross-validation chooses the share, see `_gptq_asymmetric`. If the limit is above 0, the
             original model runs beside the quantized model, which takes more time and memory.
@@ -94,9 +94,9 @@ class GptqStep(Step):
     def extra_bytes(self, sizes: LayerSizes) -> StepBytes:
         """Return the extra memory at the peak, when the Hessian of the widest inputs is factorized; see `StepBytes`."""
         square = sizes.width**2
-        # At the peak, Hessian and factor are whole (K, K) matrices. The cross Gram matrix is a third, but has only one
-        # row per output if there are few outputs. Gram matrices of sets that wait take half a matrix each (a whole one
-        # if in two parts), and are no wider.
+        # At the peak, Hessian and factor are whole (K, K) matrices. The cross Gram matrix is a third one, but has only
+        # one row per output if there are few outputs. Gram matrices of sets that are not solved yet take half a matrix
+        # each (a whole one if in two parts), and are no wider.
         cross = sizes.tallest if 2 * sizes.tallest <= square else square
         return StepBytes(statistics=4 * (2 * square + (cross if self.asymmetric_calibration else 0)))
 
@@ -107,7 +107,7 @@ class GptqStep(Step):
             errors = {
                 names[0]: CrossGram([layer.weight(name) for name in names], workspace)
                 for names in sets
-                # An expert may see other tokens than in the original model, so its inputs cannot be compared.
+                # An expert may see different tokens than in the original model, so its inputs cannot be compared.
                 if self.asymmetric_calibration and find_expert(names[0]) is None
             }
             grams = {

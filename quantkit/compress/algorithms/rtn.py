@@ -72,7 +72,7 @@ def search_ranges(layer: LayerContext, seen: Mapping[str, InputStatistics], *, k
 
     def search(name: str) -> Ranges:
         weight, grid, inputs = layer.weight(name), layer.grid(name), seen[name]
-        # The set's Gram matrices have one group size; a linear with another group size cannot use them.
+        # The set's Gram matrices have one group size; a linear with a different group size cannot use them.
         fits = inputs.group == grid.scheme.group_width(weight.shape[1])
         gram = inputs.gram(inputs.divisor) if fits else None
         return search_parameters(weight, grid, importance=inputs.mean_square(inputs.divisor), gram=gram)

@@ -24,8 +24,8 @@ from quantkit.numerics.scheme import LinearScheme
 from quantkit.safety.untrusted import shorten
 
 _GRID = 20  # number of values of alpha from which `auto` chooses
-# Maximum number of tokens on which `auto` measures the error, per batch and in all; fewer, down to a least number, for
-# large sets, so that a value of alpha costs about this many products of two numbers.
+# `auto` measures the error on at most `_BATCH_ROWS` tokens per batch and `_ROWS` in all. For large sets it uses fewer
+# tokens, but at least `_LEAST_ROWS`, so that each value of alpha costs about `_PRODUCTS` multiplications.
 _BATCH_ROWS, _ROWS, _LEAST_ROWS, _PRODUCTS = 16, 1024, 64, 1 << 34
 
 
@@ -45,7 +45,7 @@ class SmoothQuantStep(Step):
 
     Args:
         alpha: 0 leaves all outliers in the activations, 1 moves all of them into the weights. auto = for each set of
-            linears that share an input, the value with the least output error, where each token counts the same.
+            linears that share an input, the value with the least output error; all tokens count equally.
     """
 
     is_for_activations: ClassVar[bool] = True

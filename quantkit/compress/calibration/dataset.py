@@ -102,7 +102,7 @@ def load_samples(
         field: key of the text or chat in a record.
         split: split of a hub data set.
     Raises:
-        DataError: the data cannot be read or contain nothing usable, the tokenizer has no chat template for chats, or
+        DataError: the data cannot be read or contain no usable text, the tokenizer has no chat template for chats, or
             token ids are outside the model's vocabulary.
     """
     generator = random.Random(seed)
@@ -155,10 +155,10 @@ def lint(samples: list[list[int]], asked: int, sequence_length: int, tokenizer: 
     repeated = count - len({tuple(sample) for sample in samples})
     unknown = tokens.count(tokenizer.unk_token_id) / len(tokens)  # 0 if the tokenizer has no such token
     findings = (
-        (without > 0, f"samples without the BOS token with which the model's inputs begin: {without} of {count}"),
+        (without > 0, f"{without} of {count} samples do not begin with the BOS token, as the model's inputs should"),
         (count < asked, f"only {counted(count, 'sample')} instead of {asked}; statistics will be noisier"),
-        (short > count / 4, f"samples shorter than half of {sequence_length} tokens: {short} of {count}"),
-        (repeated > 0, f"duplicates among {counted(count, 'sample')}: {repeated}"),
+        (short > count / 4, f"{short} of {count} samples are shorter than half of {sequence_length} tokens"),
+        (repeated > 0, f"{repeated} of {counted(count, 'sample')} are duplicates of others"),
         (unknown > 0.01, f"{unknown:.0%} of the tokens are unknown to the tokenizer"),
         (len(tokens) < 4096, f"only {counted(len(tokens), 'token')} in all; 16,000 or more are usual"),
     )
@@ -237,7 +237,7 @@ def _check_vocabulary(samples: list[list[int]], vocab_size: int, where: str) -> 
     if outside:
         raise DataError(
             f"token id {outside[0]} is outside the model's vocabulary of {vocab_size}: "
-            f"the tokenizer or the ids in {where} belong to another model"
+            f"the tokenizer or the ids in {where} belong to a different model"
         )
 
 
@@ -267,7 +267,9 @@ def _content(record: dict[str, Any], field: str, where: str) -> Any:
             if isinstance(value, list) and isinstance(value[0], dict):
                 return _Chat(value, _tools(record.get("tools"), where))
             return value
-    raise DataError(f"{where}: no {field!r}, 'messages' or 'input_ids' with content; its keys: {', '.join(record)}")
+    raise DataError(
+        f"{where}: the record has no {field!r}, 'messages' or 'input_ids' with content; its keys: {', '.join(record)}"
+    )
 
 
 def _tools(given: Any, where: str) -> list[Any] | None:
@@ -287,5 +289,5 @@ def _read_file(path: Path) -> str:
         raise DataError(f"calibration file {path} does not exist")
     text = read_text(path, DataError, MAX_TEXT_BYTES)
     if not text.strip():
-        raise DataError(f"calibration file {path} is empty; give one with text in it")
+        raise DataError(f"calibration file {path} is empty; give a file that contains text")
     return text

@@ -30,7 +30,7 @@ def weight_error(weight: Tensor, decoded: Callable[[slice], Tensor]) -> float:
 
     Args:
         weight: (N, K) W.
-        decoded: given a slice, returns these rows of D, the decoded weight.
+        decoded: function that, given a slice, returns these rows of D, the decoded weight.
     """
     wrong = total = 0.0
     for rows in row_blocks(*weight.shape):
@@ -64,7 +64,7 @@ def measured(layer: LayerContext, name: str, weight: QuantizedTensor) -> LinearR
     if not torch.isfinite(weight.scale.float()).all():
         raise SchemeError(
             f"{layer.name}.{name}: a scale is not finite in {str(weight.scale.dtype).removeprefix('torch.')}. "
-            "Either the weights are damaged, or they are too large for this dtype; then set format=compressed-tensors"
+            "If the weights are not damaged, they are too large for this dtype; set format=compressed-tensors"
         )
     current, has_data = layer.weight(name), layer.stream.store is not None
     return LinearRecord(
@@ -88,7 +88,7 @@ def plainly_rounded(layer: LayerContext, name: str, weight: Tensor) -> Callable[
         weight: (N, K), before any scale was folded into its columns.
     """
     grid = layer.grid(name)
-    # Folded weights have another largest magnitude.
+    # Folding changes the largest magnitude of the weights.
     if layer.set_key(name) in layer.data.divisors or name in layer.data.output_divisors:
         grid = replace(grid, tensor_largest=None).completed(weight)
     ranges = affine.minmax_parameters(weight, grid)

@@ -38,12 +38,12 @@ from quantkit.huggingface.layer_call import Batch
 from quantkit.models.linear_sets import find_expert
 from quantkit.results import LinearRecord
 
-# Least and largest number of tokens for measuring errors; within these limits, one in `_SHARE` calibration tokens.
+# Minimum and maximum number of tokens for measuring errors; between these limits, one per `_SHARE` calibration tokens.
 _LEAST_ROWS, _MOST_ROWS, _SHARE = 64, 512, 128
-# An error counts as worse than that of plain rounding if it is more than this many times as large; less may be chance.
+# An error counts as worse than that of plain rounding if it is more than this many times as large. Less may be chance.
 _WORSE = 1.02
-# Largest number of elements of a layer's targets, held while it is compressed: 64 MiB. With hundreds of experts, each
-# linear gets fewer rows.
+# Maximum number of elements in a layer's targets (64 MiB), which are held while the layer is compressed. With hundreds
+# of experts, each linear gets fewer rows.
 _TARGETS = 1 << 24
 
 
@@ -101,7 +101,7 @@ class HeldOut:
 
         Args:
             layer: the finished layer; modified if codes are replaced.
-            original: returns the weight W of a linear as it was read.
+            original: function that returns the weight W of a linear as read from the source.
             is_last: whether this is the last layer.
         Returns:
             The set whose scales must be left out, given by its first linear; None = the layer is done.
@@ -129,7 +129,7 @@ class HeldOut:
                     layer.round_plainly(name, _divided(weight(name), layer.data.output_divisors.get(name)))
                     rounded.append(name)
         if rounded:
-            layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, with a smaller held-out error")
+            layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, as the held-out error is smaller")
         if not is_last and self.quantized is not None:
             self._pass(layer, store, advances=True)
         return None
@@ -142,13 +142,13 @@ class HeldOut:
             if name in layer.chosen.solved
             and (record := layer.chosen.records[name]).measure == self.measure
             and record.error > _WORSE * record.rounding_error
-            # The error leaves out how activations are rounded, for which the scales may be meant.
+            # The error does not include the rounding of activations, which the scales may be meant to improve.
             and (layer.set_key(name) not in layer.data.divisors or layer.schemes[name].activation is None)
         ]
 
     def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
-        """Return a linear's record with its errors: errors of the outputs, or of the weight if no held-out token
-        reached the linear, because the layer does not use it.
+        """Return a linear's record with its errors. They are errors of the outputs or, if no held-out token reached the
+        linear, because the layer does not use it, errors of the weight.
         """
         name, now, target = record.name, layer.weight(record.name), self.targets.get(record.name)
         rounded, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)
@@ -176,7 +176,7 @@ class HeldOut:
         """Run the layer on the hidden states in a store. For each set of linears, return some rows of the input that
         they read, keyed by the set's first linear.
 
-        A store has one batch, which only the first process runs; the others return an empty dict.
+        A store has one batch, which only the first process runs; the other processes return an empty dict.
 
         Args:
             layer: the layer with its current weights.
@@ -196,8 +196,8 @@ class HeldOut:
 
         def run(_: int, batch: Batch) -> Batch:
             with self._watched(layer, keep, count):
-                # `advance` would replay stored results, which belong to calibration batches. But a `LayerCall` needs it
-                # to compute the next layer's call, and nothing is stored for `LayerCall`s.
+                # `advance` would replay stored results, which belong to calibration batches. But a `LayerCall` needs
+                # `advance` to compute the next layer's call, and nothing is stored for `LayerCall`s.
                 return layer.advance(0, batch) if advances and not isinstance(batch, Tensor) else layer.forward(batch)
 
         if advances:
@@ -211,7 +211,7 @@ class HeldOut:
         names = [group.linears[0] for group in layer.sets if any(name in layer.schemes for name in group.linears)]
         experts = [name for name in names if find_expert(name) is not None]
         handles = hook_modules(layer.block, [name for name in names if name not in experts], keep)
-        if experts:  # an expert sees only some tokens, and not the same ones as in the original model
+        if experts:  # the two models may route different tokens to an expert
             handles.append(
                 show_all_tokens(
                     layer.block, experts, keep, lambda: None, lambda tokens: spread_rows(tokens, count).to(tokens.dtype)
@@ -236,7 +236,7 @@ def output_error(target: Tensor, inputs: Tensor, weight: Callable[[slice], Tenso
     Args:
         target: (T, N) float32 Y, outputs of the original model's linear.
         inputs: (T, K) float32 X.
-        weight: given a slice, returns these rows of W (N, K).
+        weight: function that, given a slice, returns these rows of W (N, K).
     """
     wrong = total = 0.0
     for rows in row_blocks(target.shape[1], inputs.shape[1]):

@@ -97,7 +97,7 @@ class ActivationStore:
     def _keep(self, batches: Iterator[tuple[int, Batch]], source: str, layer: int) -> None:
         """Store the inputs of a layer, batch by batch. In memory, each batch replaces that of the previous layer."""
         digests: dict[int, str] = {}
-        writing: dict[int, Future[str]] = {}  # at most one: it holds the batch in memory
+        writing: dict[int, Future[str]] = {}  # at most one, because it keeps its batch in memory
         with ThreadPoolExecutor(1) as disk:  # a batch is flushed to the disk while the next one is computed
             for number, states in batches:
                 require_finite(states_of(states), source)
@@ -126,11 +126,11 @@ class ActivationStore:
 def check_saved(path: Path, digest: str) -> None:
     """Raise ResumeError if a file of an interrupted run is missing or has changed since it was written."""
     with contextlib.suppress(CheckpointError):
-        read_header(path)  # checks the size first, because a file that has grown may have no end
+        read_header(path)  # checks the size first, because a digest of a file that has grown could take very long
         if file_digest(path) == digest:
             return
-    state = "not what was written" if path.exists() else "missing"
-    raise ResumeError(f"{path} is {state}; start over with --no-resume")
+    state = "has changed since it was written" if path.exists() else "is missing"
+    raise ResumeError(f"{path} {state}; start over with --no-resume")
 
 
 def require_finite(states: Tensor, source: str) -> Tensor:
@@ -142,7 +142,7 @@ def require_finite(states: Tensor, source: str) -> Tensor:
     Raises:
         CheckpointError: a value is NaN or infinite.
     """
-    # NaN is passed on, and this takes a twentieth of the time of `isfinite` of every number.
+    # aminmax propagates NaN, and takes a twentieth of the time of `isfinite` of every number.
     if states.numel() and not all(torch.isfinite(end) for end in torch.aminmax(states)):
         raise CheckpointError(
             f"hidden states after {source} are not finite: the model's weights are broken, or float16 has overflowed"

@@ -38,8 +38,8 @@ QUESTION = "What does the picture show?"
 
 
 def draw_pictures() -> list[tuple[str, Tensor]]:
-    """Draw the bundled pictures, which are always the same. Return for each its caption and pixels (height, width, 3)
-    uint8.
+    """Draw the bundled pictures, which are always the same. Return the caption and pixels (height, width, 3) uint8 of
+    each picture.
     """
     return [
         ("A red circle on a white ground.", _two("red", "white", _circle, 224, 224)),
@@ -216,7 +216,7 @@ def load_processor(folder: Path) -> Any:
     except Exception as error:  # many classes for missing and broken files
         if library := _LIBRARIES.search(str(error)):
             name = (library[1] or library[2]).lower()
-            raise InputError(f"{folder}: the model's image processor needs {name}; pip install {name}") from error
+            raise InputError(f"{folder}: the model's image processor needs {name}; run pip install {name}") from error
         why = f"its image processor cannot be loaded: {first_line(error)}; see its preprocessor_config.json"
         raise ModelError(f"{folder}: {why}") from error
     if getattr(processor, "image_processor", None) is None:
@@ -234,10 +234,12 @@ def _process(processor: Any, chat: ImageChat) -> dict[str, Any]:
     except DataError:
         raise
     except Exception as error:  # whatever templates and processors raise
-        raise DataError(f"{chat.where}: the model's processor cannot convert it: {first_line(error)}") from error
+        raise DataError(
+            f"{chat.where}: the model's processor cannot convert this sample: {first_line(error)}"
+        ) from error
     inputs = dict(made)
     if not set(inputs) - set(_OF_TEXT):
-        raise DataError(f"{chat.where}: the model's processor returned nothing for its images")
+        raise DataError(f"{chat.where}: the model's processor returned nothing for the images of this sample")
     return inputs
 
 
@@ -270,7 +272,7 @@ def _check_image_tokens(ids: tuple[int, ...], config: Mapping[str, Any], chat: I
     """Raise DataError if no token of a sample stands for its images, because the model would not see the images."""
     token = config.get("image_token_id", config.get("image_token_index"))
     if token is not None and token not in ids:
-        raise DataError(f"{chat.where}: its text contains no token for the image ({token} in config.json)")
+        raise DataError(f"{chat.where}: the sample's text contains no token for the image ({token} in config.json)")
 
 
 def _bundled() -> list[ImageChat]:
@@ -282,7 +284,7 @@ def _read(path: Path) -> list[ImageChat]:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES)
         if not files:
-            raise DataError(f"calibration images {path}: no image files in it ({', '.join(_SUFFIXES)})")
+            raise DataError(f"calibration images {path}: the folder has no image files ({', '.join(_SUFFIXES)})")
         return [_chat(str(file), (file,), QUESTION) for file in files]
     if not path.exists():
         raise DataError(f"calibration images {path} do not exist; give a folder, a .jsonl file or bundled")
@@ -299,7 +301,7 @@ def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         DataError: a line is not a JSON object.
     """
-    # Not splitlines, which also splits at U+2028, a character that JSON texts may hold as it is.
+    # Not splitlines, which also splits at U+2028, a character that JSON texts may contain unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
@@ -348,7 +350,8 @@ def _chat(where: str, pictures: tuple[Picture, ...], question: str, answer: str 
 def _paths(files: Sequence[Any], where: str, folder: Path) -> tuple[Path, ...]:
     if not files or not all(isinstance(file, str) for file in files):
         raise DataError(
-            f"{where}: no image in it; give 'image' or 'images' with paths. Texts without images go to calibration.data"
+            f"{where}: the record names no image; give 'image' or 'images' with paths. "
+            "Texts without images belong in calibration.data"
         )
     paths = tuple(folder / file.removeprefix("file://") for file in files)
     for path in paths:

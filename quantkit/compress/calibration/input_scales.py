@@ -21,7 +21,7 @@ RangeMethod = Literal["absmax", "mse"]
 # Number of values to keep of each batch, and in all, for measuring errors. Whole rows are kept, so that every channel
 # is in the sample.
 _BATCH_VALUES, _VALUES = 1 << 16, 1 << 20
-# Fractions of the largest magnitude that are tried, down to a 32nd.
+# Fractions of the largest magnitude that are tried, down to 1 / 32.
 _FRACTIONS = tuple(2 ** (-i / 6) for i in range(31))
 
 
@@ -41,7 +41,7 @@ class InputRange:
         """Add inputs (T, K) of any float dtype; they are not modified."""
         if inputs.numel() == 0:
             return
-        # Kept as a tensor: a Python number would wait for the device at every batch.
+        # Kept as a tensor: converting it to a Python number would wait for the device at every batch.
         self._largest.append(inputs.abs().amax().float())
         if self._keep and sum(map(torch.numel, self._kept)) < _VALUES:
             self._kept.append(spread_rows(inputs, max(1, _BATCH_VALUES // inputs.shape[1])).flatten())

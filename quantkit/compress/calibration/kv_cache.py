@@ -33,8 +33,8 @@ MOST_NOISE = 0.1
 """Largest noise that rounding may add to keys before they count as having outlier channels; see `noise`."""
 
 MOST_FLOAT_NOISE = 0.02
-"""Like `MOST_NOISE`, for float types, whose noise has another measure. In ordinary layers of real models it is 0.002 to
-0.005, in those with large biases 0.03 to 0.4.
+"""Like `MOST_NOISE`, but for float types, whose noise is measured differently. In real models, the noise is 0.002 to
+0.005 in ordinary layers and 0.03 to 0.4 in layers with large biases.
 """
 
 _LEAVE = CacheScheme()
@@ -199,7 +199,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             raise _Seen(key_states, value_states)
 
-    argument = cache_argument(layer.block.forward) or "past_key_values"  # it may be in **kwargs
+    argument = cache_argument(layer.block.forward) or "past_key_values"  # the layer may accept it as one of **kwargs
 
     def cached(hidden: Batch) -> tuple[Tensor, Tensor]:
         try:
@@ -213,7 +213,7 @@ def observe_cache(layer: LayerContext, *, rotate: bool = False) -> CacheStatisti
 
     statistics = CacheStatistics(rotate=rotate)
     for number in own_turns(layer.store):
-        # The statistics cost little beside the layer, so every process computes them for all batches.
+        # The statistics cost little compared with the layer, so every process computes them for all batches.
         for states in gather(None if number is None else cached(layer.store[number])):
             if states is not None:
                 statistics.update(*states)
@@ -267,7 +267,7 @@ def choose_scheme(statistics: CacheStatistics, goal: CacheGoal) -> KVScheme:
     noise of the keys small enough.
 
     Remedies are tried in order of cost: ranges per channel instead of per token, 8 bits, unquantized keys. If the
-    recipe names a remedy, only this one is tried, and the keys stay unquantized if it does not help.
+    recipe names a remedy, only that remedy is tried, and the keys stay unquantized if it does not help.
     """
     if not goal.outliers or _is_small(goal.scheme.key, noise(statistics, goal.scheme.key)):
         return goal.scheme

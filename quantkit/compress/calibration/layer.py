@@ -1,6 +1,6 @@
 """One decoder layer during compression: its weights, its inputs, and the codes chosen so far.
 
-Algorithms see nothing else of the model. Shapes: T tokens, N outputs, K inputs of a linear.
+Algorithms see no other part of the model. Shapes: T tokens, N outputs, K inputs of a linear.
 """
 
 import copy
@@ -217,9 +217,9 @@ class LayerContext:
         first = self.store[0]
         if isinstance(first, Tensor):
             self.stream.structure = learn_structure(self.block, self.schemes, partial(self.forward, first[:1]))
-        else:  # a `LayerCall`: layers exchange tensors inside, so no module may be skipped
+        else:  # a `LayerCall`: modules inside the layer may pass tensors to later layers, so none may be skipped
             self.stream.structure = NOTHING
-            self.chosen.notes.append("passes on more than hidden states, so all of it was run for each set of linears")
+            self.chosen.notes.append("passes on more than hidden states, so all modules ran for each set of linears")
         if self.data.original is not None:
             self.data.original.structure = self.stream.structure
 
@@ -273,7 +273,7 @@ class LayerContext:
                 same = signal_to_noise_db(first, self.forward(self.store[0])[:1]) > _SAME_DB
         if not broadcast(same):
             self.stream.forget()
-            self.chosen.notes.append("another run gave other outputs, so its calibration inputs may be inexact")
+            self.chosen.notes.append("a second run gave different outputs, so its calibration inputs may be inexact")
 
     def grid(self, name: str) -> WeightGrid:
         """Return the grid that the weight of a linear is rounded to."""
@@ -334,7 +334,7 @@ class LayerContext:
 
     def _put(self, name: str, weight: QuantizedTensor, record: LinearRecord) -> None:
         current, grid = self.weight(name), self.grid(name)
-        # Set with the first codes: from then on, the layer holds decoded values, whose maximum may differ.
+        # Fixed with the first codes: from then on, the layer holds decoded values, whose maximum may differ.
         if grid.tensor_largest is not None:
             self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
         self.chosen.records[name], self.chosen.quantized[name] = record, weight
@@ -342,8 +342,8 @@ class LayerContext:
             current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
-        """Return the largest magnitude (1,) in the unquantized weights of all linears that share a tensor-wide scale
-        with this one; None if the scheme has no such scale.
+        """Return the largest magnitude (1,) in the unquantized weights of this linear and of all linears that share a
+        tensor-wide scale with it; None if the scheme has no such scale.
         """
         if not self.schemes[name].weight.has_tensor_scale:
             return None
@@ -354,8 +354,8 @@ class LayerContext:
         return torch.cat([affine.largest_magnitude(self.weight(other)) for other in sharing]).amax().reshape(1)
 
     def sharing(self, name: str) -> list[str]:
-        """Return the linears that share a tensor-wide scale with this one, and this one itself. They have the same set,
-        parent module and scheme, so engines fuse them.
+        """Return this linear and the linears that share a tensor-wide scale with it. They have the same set, parent
+        module and scheme, so engines fuse them.
         """
         module, scheme = name.rpartition(".")[0], self.schemes[name].weight
         inside = [other for other in self._set(name).linears if other.rpartition(".")[0] == module]

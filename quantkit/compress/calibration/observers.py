@@ -22,8 +22,8 @@ from quantkit.numerics.matmul import Operand, add_products, multiplies_bfloat16,
 _PANEL = 512
 # Tokens copied at once for the product.
 _TOKENS = 1024
-# Largest norm with which a token counts, in units of the median norm. The first token of a text, and a few others, have
-# norms a hundred times as large. They are all alike and say hardly anything about other texts.
+# Maximum norm of a token, in units of the median norm; larger tokens are scaled down to it. The first token of a text,
+# and a few others, have norms a hundred times as large. They are all alike and say hardly anything about other texts.
 _LARGEST_NORM = 2.0
 # Number of random combinations of outputs that stand for all outputs in an estimate of the error.
 _SKETCHED = 256
@@ -58,7 +58,7 @@ class Workspace:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def operand(self, values: Tensor, purpose: str) -> Operand:
-        """Prepare a matrix for multiplication: pack it, convert it to float32, or return it as it is.
+        """Prepare a matrix for multiplication: pack it, convert it to float32, or return it unchanged.
 
         Args:
             values: (T, K), any float dtype; not modified.
@@ -95,7 +95,7 @@ class _MeanMatrix:
         rows: R; None = K.
         parts: number of separate sums; each uses an equal share of every update's tokens.
         split: whether, with several processes, every process gets all inputs and sums only some of the panels.
-        workspace: memory shared with other observers; None = memory of its own.
+        workspace: memory shared with other observers; None = separate memory.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _MeanMatrix:
         self.num_tokens = 0
 
     def _part(self, panel: slice) -> tuple[int, int]:
-        """Return the shape of what is stored of these rows: all columns, or in a subclass only the first ones."""
+        """Return the shape of the stored part of these rows: all columns, or in a subclass only the first columns."""
         return panel.stop - panel.start, self._shape[1]
 
     def chunks(self, *rows: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
@@ -140,7 +140,7 @@ class _MeanMatrix:
         """
         self._workspace, own = Workspace(), self.sums[::-1]
         self.sums = []
-        # Not zeros: memory that is never written to is not allocated, and in a Gram matrix that is nearly half.
+        # Not zeros: memory that is never written to is not allocated. In a Gram matrix, this is nearly half of it.
         parts = [torch.empty(self._shape, dtype=torch.float32, device=self._device) for _ in range(self._parts)]
         for panel, owner in self._shared:
             mine = not self.is_split or owner == rank()
@@ -248,8 +248,8 @@ def _token_shares(inputs: Tensor) -> Tensor:
     """Return the factor by which to scale each token of inputs (T, K), as (T, 1) float32, at most 1; see
     `_LARGEST_NORM`.
 
-    AWQ and range search do not use these factors, because they do not compensate for errors. With the factors, their KL
-    was a third larger.
+    AWQ and range search do not use these factors, because these methods do not compensate for errors. With the factors,
+    their KL was a third larger.
     """
     norms = torch.linalg.vector_norm(inputs, dim=1, keepdim=True, dtype=torch.float32)
     if not len(norms):  # an expert without tokens
@@ -274,7 +274,7 @@ def _sketch(weights: Sequence[Tensor]) -> Tensor:
 
 
 class GroupGram:
-    """Mean of x x' inside each group of inputs, from which follows the output error of changes to the group's weights.
+    """Mean of x x' inside each group of inputs; it gives the output error that a change to the group's weights causes.
 
     Args:
         width: K.
@@ -347,7 +347,7 @@ class Deliveries:
     Args:
         handlers: functions that receive the rows, keyed by the kind of rows. They are called in the order of the
             batches and, within a batch, in the order of `send`.
-        recipients: returns the processes that need the rows of a linear.
+        recipients: function that returns the processes that need the rows of a linear.
         device: device of all rows.
     """
 

@@ -55,8 +55,9 @@ class Structure:
     """Modules of a layer whose stored outputs can be replayed. If there are none, the whole layer runs each time.
 
     Args:
-        modules: for each of these modules, the linears to quantize inside it.
-        ends: for each of these modules that returns the output of its last linear, how it returns this output.
+        modules: the linears to quantize inside each such module, keyed by the module's name.
+        ends: for modules that return the output of their last linear, the form in which they return it, keyed by the
+            module's name.
     """
 
     modules: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -75,8 +76,8 @@ Value = Callable[[torch.device], Any]
 
 
 class _File:
-    """A file without a name that holds stored tensors of one module. *Mutable*: it grows. Its space is free again when
-    nothing refers to it any more, or when the process ends.
+    """An unnamed file that holds stored tensors of one module. *Mutable*: it grows. Its disk space is freed when
+    nothing refers to the file any more, or when the process ends.
 
     Args:
         folder: folder on the disk to use; created if it does not exist.
@@ -187,7 +188,7 @@ class Stream:
         """
         kept, structure = self._kept.setdefault(number, {}), self.structure or NOTHING
         ends = _next_ends(structure, linears, changing)
-        # Modules inside a module of `ends` are not needed after this run, which stores the input of its last linear.
+        # Modules inside a module M of `ends` are not needed after this run, which stores the input of M's last linear.
         known = {*(name for name, (_, linear) in kept.items() if linear is None), *linears}
         to_keep = [
             name
@@ -214,7 +215,7 @@ class Stream:
         finish = [name for name in to_keep if any(_is_inside(linear, name) for linear in linears)]
         with removed_after(hooks), self.replaying(number, linears):
             probe(self.block, linears, on_call, run, all_tokens=all_tokens, finish=finish)
-        # What is inside another stored module is not needed any more.
+        # Results of modules inside another stored module are no longer needed.
         for module in [name for name in kept if _is_in_any(name, kept)]:
             del kept[module]
 

@@ -43,7 +43,8 @@ from quantkit.results import CacheRecord, LayerRecord, LinearRecord, TowerRecord
 _COPIES = 1.5
 # Memory of all workers together, in addition to two of the largest weights.
 _CAPACITY_BYTES = 640 << 20
-# A file of towers is full when the source weights of its linears have this many bytes: its codes stay in memory.
+# A file of towers is full when the source weights of its linears have this many bytes. Its codes stay in
+# memory until the file is written.
 _FILE_BYTES = 1 << 30
 
 
@@ -66,7 +67,7 @@ def round_layers(run: CompressionRun, threads: int) -> None:
     """
     todo = range(len(run.state.records), run.plan.skeleton.num_layers)
     finished = _round_own(run, todo[rank() :: world()], threads)
-    # In each turn, every process delivers one layer of its own, until no layers are left.
+    # In each turn, every process delivers one of its layers, until no layers are left.
     with closing(finished):
         for _ in range(0, len(todo), world()):
             for layer in gather(next(finished, None)):
@@ -276,7 +277,7 @@ def _write_beside(plan: Plan, state: RunState, folder: Path, owners: Sequence[st
 
 
 def _files(plan: Plan, owners: Sequence[str]) -> Iterator[list[tuple[str, tuple[str, ...]]]]:
-    """Yield, for each file, the modules of which it contains linears, each with the names of these linears.
+    """Yield, for each file, the modules whose linears it contains, each with the names of these linears.
 
     A tower's module stays in one file; the linears of an MTP head, which may have hundreds of experts, may be divided.
     """

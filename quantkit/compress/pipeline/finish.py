@@ -1,5 +1,5 @@
-"""Turn finished layers into a checkpoint: write all other tensors and files, check the whole, and record the result, in
-a folder's manifest or in the entries `quantkit.*` of a GGUF file.
+"""Turn finished layers into a checkpoint: write all other tensors and files, check everything, and record the result,
+in a folder's manifest or in the entries `quantkit.*` of a GGUF file.
 """
 
 import math
@@ -151,7 +151,7 @@ def _describe(
 
 
 def _adapter_record(plan: Plan) -> AdapterRecord | None:
-    """Return the record of the adapter that this run merged, or else of the one that was merged into the source."""
+    """Return the record of the adapter that this run merged, or else of the adapter that was merged into the source."""
     from quantkit.inspection import merged_record  # imports the gguf package
 
     if (adapter := plan.adapter) is None:
@@ -187,7 +187,7 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
     from quantkit.inspection import merged_digests  # imports the gguf package
 
     write_json(folder / "quantkit-run.json", result.to_dict())
-    steady = result.to_dict()  # equal in all runs with one identity: without folder names and times
+    steady = result.to_dict()  # without folder names and times, so that it is equal in all runs with the same identity
     for key in ("model", "output", "seconds", "peak_bytes", "resumed_layers"):
         del steady[key]
     if result.adapter is not None:

@@ -92,7 +92,7 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
     The result is empty if the recipe names no importance matrix.
 
     Raises:
-        CheckpointError: the file lacks a linear, or has another number of inputs for it.
+        CheckpointError: the file lacks a linear, or gives it a different number of inputs.
     """
     if plan.recipe.imatrix is None:
         return {}
@@ -104,13 +104,13 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
         mean, width = matrix.means.get(names[name]), plan.reader.info(f"{name}.weight").shape[1]
         if mean is None:
             raise CheckpointError(
-                f"{path} has no statistics of {names[name]}; make the importance matrix from this model, or "
+                f"{path} has no statistics for {names[name]}; make the importance matrix from this model, or "
                 f"add {name} to the recipe's ignore"
             )
         if tuple(mean.shape) != (1, width):
             raise CheckpointError(
-                f"{path}: the means of {names[name]} have shape {tuple(mean.shape)}, but it has {width} inputs; "
-                "make the importance matrix from this model"
+                f"{path}: the means of {names[name]} have shape {tuple(mean.shape)}, but this linear has {width} "
+                "inputs; make the importance matrix from this model"
             )
         # Even the weights of an input that was always 0 need sensible codes, so no importance is 0.
         importance[name] = mean[0].clamp(min=float(mean.mean()) * 1e-6)
@@ -118,7 +118,7 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
 
 
 def _recipe(data: str, samples: int, sequence_length: int, seed: int) -> Recipe:
-    """Return a recipe that asks for these samples; nothing is quantized with it."""
+    """Return a recipe that serves only to read these samples; it quantizes nothing."""
     calibration = {"data": data, "samples": samples, "sequence_length": sequence_length}
     fields = {"name": "imatrix", "weights": {"dtype": "int8"}, "steps": ["rtn"], "seed": seed}
     return build({**fields, "calibration": calibration}, "imatrix")

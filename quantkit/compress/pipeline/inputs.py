@@ -197,11 +197,12 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
     Args:
         stores: inputs of the layer in the quantized model and, if a step needs it, in the original model.
         layer: the quantized layer.
-        first: the layer's output for the first sequence; None in processes that do not have the first batch.
+        first: the quantized layer's output for the first sequence, which only the first process computes; None in the
+            other processes.
     """
     layer.check_runs(first)
     forwards: list[Callable[[int, Batch], Batch]] = [layer.advance]
-    if layer.data.original is not None:  # otherwise they are known already, or no step needs them
+    if layer.data.original is not None:  # otherwise the original's outputs are known or not needed
         forwards.append(layer.data.original.advance)
     for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)

@@ -131,7 +131,7 @@ def _compress_layer(
     shared: dict[Hashable, Any] | None,
     phase: Phase,
 ) -> tuple[LayerContext, Tensor | None, CacheRecord | None]:
-    """Choose the codes of a layer, and repeat it without scales that make a linear worse than rounding to nearest.
+    """Choose the codes of a layer. If scales make a linear worse than rounding to nearest, repeat without these scales.
 
     Return the finished layer, the original layer's output for the first sequence (None in processes that do not write),
     and the record of the KV cache (None if the recipe does not set one).
@@ -156,13 +156,13 @@ def _compress_layer(
         if not spoiled:
             break
         attempts += 1
-        # A few sets may spoil a layer. With many, e.g. of experts, another attempt for each would take too long.
+        # If many sets make a linear worse, e.g. sets of experts, another attempt for each would take too long.
         unscaled |= {spoiled} if attempts < _MOST_ATTEMPTS else frozenset(layer.data.divisors)
         del layer  # before it is loaded again
     if unscaled:
         names = ", ".join(sorted(unscaled))
         layer.chosen.notes.append(
-            f"inputs of {names} are not scaled: with scales, a held-out error was above rounding's"
+            f"inputs of {names} are not scaled, because with scales a held-out error was above that of plain rounding"
         )
     return layer, reference, cache
 

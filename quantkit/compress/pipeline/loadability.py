@@ -1,7 +1,7 @@
 """Check whether transformers can load the result, both before the work and for the finished checkpoint.
 
 For models without a family file, linears that transformers could not load in quantized form stay unquantized, and a
-note gives the loader's reason. (The module `audit` compares a finished checkpoint with the plan.)
+note gives the loader's reason. (`shard.audit_checkpoint` compares a finished checkpoint with the plan.)
 """
 
 import re
@@ -27,7 +27,7 @@ from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.scheme import LinearScheme
 
 _NOT_CHECKED = "could not check whether transformers loads the result"
-_SAMPLE = 128  # least number of rows and columns of a sample
+_SAMPLE = 128  # minimum number of rows and columns of a sample
 
 
 def keep_loadable(
@@ -165,9 +165,10 @@ def check_loads(
         linears: scheme of each quantized linear.
         experts: whether to check quantized experts; False if they are known not to load.
     Returns:
-        Why the check was impossible, why transformers does not load the result, or which tensors it ignores; else "".
+        Why the check was impossible, why transformers does not load the result, or which tensors transformers ignores;
+        "" if there is nothing to say.
     Raises:
-        GateFailure: transformers would load other values.
+        GateFailure: transformers would load values other than those that were written.
     """
     try:
         # A format that stores values writes plain weights, as in the source.
@@ -191,7 +192,7 @@ def check_loads(
         problems = problems.but(lambda name: name.startswith(layers) and "experts" in name.split("."))
     if problems.summary:
         raise GateFailure(
-            f"{folder.name}: transformers would load another model than was written: {problems.summary}; add these "
+            f"{folder.name}: transformers would load a different model than was written: {problems.summary}; add these "
             "linears to ignore, or set format=dense"
         )
     return f"transformers ignores the scales of this model's KV cache, e.g. {scales[0]}" if scales else ""

@@ -56,7 +56,7 @@ class Plan:
         output: directory of the finished checkpoint.
         warnings: warnings for the user, one sentence each, such as engines that cannot load the result.
         discovery: structure found in a model without a family file; None if the model has one.
-        adapter: adapter that is merged into the model; None = none.
+        adapter: adapter that is merged into the model; None = no adapter.
     """
 
     model: str
@@ -115,10 +115,10 @@ def build_plan(
         recipe: the recipe.
         output: directory to create; None = `<model>-<recipe>` in the current directory.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
-        engine: engine that must be able to read the result; None = no particular one.
-        adapter: folder of an adapter to merge into the model; None = none.
+        engine: engine that must be able to read the result; None = no particular engine.
+        adapter: folder of an adapter to merge into the model; None = no adapter.
     Raises:
-        ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit.
+        ModelError, CheckpointError, RecipeError, SchemeError: model, recipe and format do not fit together.
     """
     source, family, discovery, merging = _open_source(model, recipe, adapter)
     reader = _open(source, family, recipe, described=discovery is None)
@@ -187,7 +187,7 @@ def _open_source(
 
 
 def _of_source(reader: ModelReader, adapter: Adapter | None) -> tuple[str, ...]:
-    """Return warnings about the source; the note that an adapter is merged is none."""
+    """Return warnings about the source, without the note that an adapter is merged, which is not a warning."""
     if adapter is None:
         return reader.notes
     return (*(note for note in reader.notes if note != merge_note(adapter)), *adapter.warnings)
@@ -242,7 +242,7 @@ def find_model(reader: CheckpointReader) -> tuple[Family, Discovery | None]:
 
 def _open(source: CheckpointReader, family: Family, recipe: Recipe, *, described: bool) -> ModelReader:
     """Return a reader of the model that the steps work on. A step that replaces the model, such as `rotate`, needs a
-    family file, because only that states what the model computes.
+    family file, because only such a file states what the model computes.
     """
     for name, step in recipe.steps.items():
         if step.replaces_model:
@@ -263,7 +263,7 @@ def _open_towers(source: CheckpointReader, skeleton: Skeleton) -> tuple[ModelRea
 
 def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears]:
     """Return the linears of towers, grouped by the module that contains them. A linear that the files store under
-    another name or in another shape is left out.
+    a different name or in a different shape is left out.
     """
     owners: dict[str, dict[str, tuple[int, int]]] = {}
     for name, shape in skeleton.tower_linears().items():

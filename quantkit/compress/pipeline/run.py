@@ -68,14 +68,14 @@ def quantize(
         model: directory or hub id; None = the bundled demo model.
         recipe: the recipe.
         output: directory to write, or a file if the format is a single file; None = `<model>-<recipe>` in the current
-            directory. It is written under another name and renamed after all checks.
+            directory. It is written under a temporary name and renamed after all checks.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" on a GPU, else "disk".
         resume: continue an interrupted run; False = start over.
         overwrite: replace an existing output.
         engine: name of an engine in `quantkit.engine_rules` that must be able to read the result. If it cannot, the
             recipe is refused before the work starts. None = no particular engine.
-        adapter: folder of a LoRA adapter to merge into the model before anything else; None = none.
+        adapter: folder of a LoRA adapter to merge into the model before anything else; None = no adapter.
         listener: receives progress events.
     Raises:
         InputError: model, recipe, data or output cannot be used.
@@ -187,7 +187,7 @@ def _begin(
         listener: receives progress events.
         resume: see `quantize`.
     Raises:
-        ResumeError: this process has read other data than the first process.
+        ResumeError: this process has not read the same data as the first process.
         OutputError: this process cannot see the files that the first process writes.
     """
     identity = run_identity(plan, samples)
@@ -243,7 +243,7 @@ def computing(run: CompressionRun) -> Iterator[int]:
         with quick_products(run.plan.skeleton.device):
             yield workers
     finally:
-        # Restore the caller's number of threads, after an error too.
+        # Restore the caller's number of threads, even after an error.
         torch.set_num_threads(before)
 
 

@@ -62,7 +62,7 @@ def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
         layer: the finished layer, or a part of it that has only some of the linears.
         shard: shard of the layer.
     Raises:
-        AuditError: codes or scales are invalid, or a stored weight has another size than planned.
+        AuditError: codes or scales are invalid, or a stored weight does not have its planned size.
     """
     for name, weight in layer.chosen.quantized.items():
         module, scheme = f"{layer.name}.{name}", layer.schemes[name]
@@ -120,7 +120,7 @@ def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_b
         planned += rows * width * (8 - bits) // 8  # with integer activations, each code is stored in a byte
     padding = 4 * (rows + groups + width) + (bits * groups * rows // 8 if weight.zero_point is None else 0)
     if not planned <= num_bytes <= planned + padding:
-        raise AuditError(f"{prefix} takes {num_bytes} bytes, planned: {planned} and up to {padding} of padding")
+        raise AuditError(f"{prefix} takes {num_bytes} bytes, but {planned} to {planned + padding} were planned")
 
 
 def audit_checkpoint(
@@ -173,7 +173,7 @@ def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
 
 
 def _digest(reader: CheckpointReader, name: str) -> bytes:
-    """Return the SHA-256 of a tensor's bytes. Readers cut a tensor into different chunks."""
+    """Return the SHA-256 of a tensor's bytes. It does not depend on how a reader cuts the tensor into chunks."""
     digest = hashlib.sha256()
     for chunk in reader.chunks(name):
         digest.update(chunk)

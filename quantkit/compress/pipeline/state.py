@@ -1,4 +1,4 @@
-"""A run: its state in the work folder, which is its identity and the finished layers, and what its listener is told.
+"""State of a run in the work folder (identity and finished layers), and the listener that receives the run's events.
 
 The identity is everything that affects the output, as plain data. Runs with equal identities write equal files.
 
@@ -55,7 +55,7 @@ class Listener:
         """Called when a layer begins.
 
         Args:
-            index: 0 for the first layer of the model, also after resuming.
+            index: number of the layer in the model, from 0, even if the run was resumed.
             name: full module name, e.g. `model.layers.0`.
         """
 
@@ -71,10 +71,10 @@ class Listener:
         """Called when a layer is on disk."""
 
     def note(self, text: str) -> None:
-        """Called with information of one sentence."""
+        """Called with information for the user, in one sentence."""
 
     def warning(self, text: str) -> None:
-        """Called with a warning of one sentence, which does not stop the run."""
+        """Called with a one-sentence warning; the run continues."""
 
 
 SILENT = Listener()
@@ -234,7 +234,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def refuse_changes(old: Any, new: Any, what: str, instead: str) -> None:
-    """Raise ResumeError if an interrupted run has another identity than the current command.
+    """Raise ResumeError if an interrupted run does not have the identity of the current command.
 
     Args:
         old, new: the two identities, as read from JSON.
@@ -243,7 +243,7 @@ def refuse_changes(old: Any, new: Any, what: str, instead: str) -> None:
     """
     changes = list(_differences(old, new))
     if changes:
-        raise ResumeError(f"{what} was started with other settings or files ({'; '.join(changes[:3])}); {instead}")
+        raise ResumeError(f"{what} was started with different settings or files ({'; '.join(changes[:3])}); {instead}")
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
@@ -262,10 +262,10 @@ def load_state(work: WorkFolder, identity: dict[str, Any], *, resume: bool) -> R
 
     Args:
         work: work folder of this run.
-        identity: identity of this run; an interrupted run with another identity is refused.
+        identity: identity of this run; an interrupted run with a different identity is refused.
         resume: continue an interrupted run; False = delete it.
     Raises:
-        ResumeError: the interrupted run has another identity; the message names the difference.
+        ResumeError: the interrupted run has a different identity; the message names the difference.
     """
     path = work.path / "progress.json"
     if not resume or not path.exists():  # no state: the run was killed before it saved one

@@ -150,8 +150,8 @@ def fit(
         stored: see `assign`.
         leave: function that removes the schemes of linears that loaders could not read, and adds a warning.
         unlisted: see `conflicts`.
-        engine: engine that must read the result, such as `vllm:h100`; None = no particular one; quantkit
-            then makes open choices for transformers.
+        engine: engine that must read the result, such as `vllm:h100`. None = no particular engine; quantkit then makes
+            the choices that the recipe leaves open for transformers.
         hidden_size: hidden size of the model, on which kernels of experts depend; None = unknown.
     Returns:
         The recipe with `symmetric: auto`, `samples: auto` and group sizes resolved, and the schemes that it assigns.

@@ -1,4 +1,4 @@
-"""Linears that a recipe is applied to, and notes about linears that get another scheme than the recipe asks for."""
+"""Linears that a recipe is applied to, and notes about linears that do not get the scheme that the recipe asks for."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -45,8 +45,8 @@ class Recipe:
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
         embedding: type of the embedding and the head in a GGUF file; None = as in the source.
-        imatrix: file with an importance matrix of llama.cpp: the mean square of each input, which is the factor of the
-            input's squared rounding errors. None = all inputs count alike.
+        imatrix: file with an importance matrix as in llama.cpp, which holds the mean square of each input. The input's
+            squared rounding errors are multiplied by it. None = all inputs count equally.
         seed: seed of all random choices.
         source: the recipe as plain data with every default filled in, without description, gates and `measured`.
             Recipes with equal sources give equal checkpoints. `build` makes this recipe again from its source.
@@ -116,8 +116,8 @@ def load(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
             raise
         raise RecipeError(
             f"recipe {data['name']!r} uses no calibration data, so calibration settings have no effect; leave "
-            "out --samples, --calibration, --sequence-length and calibration.*, or use a recipe with steps such as "
-            "gptq-int4"
+            "out --samples, --calibration, --sequence-length and calibration.*, or use a recipe that has steps, such "
+            "as gptq-int4"
         ) from None
 
 
@@ -141,7 +141,7 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         if document.imatrix and reads_data:
             raise RecipeError(
-                "imatrix: takes the place of calibration data; remove steps and kv_cache, or remove imatrix"
+                "imatrix: cannot be combined with steps or a kv_cache that need data; remove these, or remove imatrix"
             )
         calibration = _calibration(document, steps, reads_data or (activation is not None and activation.is_calibrated))
         source["calibration"] = None if calibration is None else calibration.plain
@@ -281,20 +281,20 @@ def _mtp_scheme(source: Mapping[str, Any]) -> LinearScheme | None:
     """Return the scheme of MTP heads.
 
     Raises:
-        RecipeError: the format cannot store it beside the scheme of the layers, or heads cannot have it.
+        RecipeError: the format cannot store this scheme beside that of the layers, or heads cannot have this scheme.
     """
     fields, format_ = source["mtp"], source["format"]
     if fields is None:
         return None
     if format_ != COMPRESSED_TENSORS.name:
         raise RecipeError(
-            f"mtp: only format {COMPRESSED_TENSORS.name} stores MTP heads in a scheme of their own, not {format_}; "
-            "remove 'mtp' (heads are then copied), or change the format"
+            f"mtp: only format {COMPRESSED_TENSORS.name} can store MTP heads in a separate scheme, but the format is "
+            f"{format_}; remove 'mtp' (heads are then copied), or change the format"
         )
     scheme = schemes.weight_scheme(fields, "mtp")
     if scheme.has_tensor_scale or fields["symmetric"] == "auto":
         raise RecipeError(
-            f"mtp: heads need scales of their own per channel, group or block, and symmetric: true or false, found "
+            f"mtp: heads need scales per channel, group or block, and symmetric: true or false, found "
             f"{scheme.describe()}; use int8"
         )
     return LinearScheme(weight=scheme)
@@ -304,7 +304,8 @@ def _embedding(name: str | None, format_: str) -> str | None:
     """Check the type of the embedding, and return it."""
     if name is not None and format_ != GGUF.name:
         raise RecipeError(
-            f"embedding: only format gguf stores the embedding in another type, not {format_}; remove 'embedding'"
+            f"embedding: only format gguf can store the embedding in a different type, but the format is {format_}; "
+            "remove 'embedding'"
         )
     if name is not None and name not in MATRIX_BLOCKS:
         hint = suggestion(name, MATRIX_BLOCKS)

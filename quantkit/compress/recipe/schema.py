@@ -189,8 +189,8 @@ class CacheSide(RecipeSection):
 
 
 class CacheLayers(RecipeSection):
-    """One entry of `layers:` of `kv_cache:`: another type of keys, of values or of both in some layers; a side that is
-    not given is as in `kv_cache:` itself. With `skip: true`, these layers are not quantized.
+    """One entry of `layers:` of `kv_cache:`: a different type of keys, of values or of both in some layers. A side that
+    is not given is as in `kv_cache:` itself. With `skip: true`, these layers are not quantized.
     """
 
     numbers: LayerNumbers
@@ -201,7 +201,7 @@ class CacheLayers(RecipeSection):
     @model_validator(mode="after")
     def _check_one(self) -> "CacheLayers":
         if [self.keys or self.values, self.skip].count(None) != 1:
-            raise ValueError("give 'keys', 'values' or both, or 'skip: true'")
+            raise ValueError("give 'keys', 'values' or both, or give only 'skip: true'")
         return self
 
 
@@ -231,7 +231,7 @@ class Override(RecipeSection):
     def _check_one(self) -> "Override":
         # With `keep`, `weights` is the scheme in which the source's codes are written without loss.
         if [self.weights or self.keep, self.skip].count(None) != 1:
-            raise ValueError("give one of 'weights', 'skip: true' and 'keep: source', or 'keep: source' with 'weights'")
+            raise ValueError("give 'weights', 'keep: source' or both, or give only 'skip: true'")
         return self
 
 
@@ -240,7 +240,7 @@ class CalibrationSection(RecipeSection):
 
     Args:
         data: "bundled", a path to a .txt or .jsonl file, or `hub:NAME[:CONFIG]`.
-        samples: number of sequences, or "auto" = as `enough_samples` says.
+        samples: number of sequences, or "auto"; see `enough_samples`.
         sequence_length: tokens per sequence.
         field: key of the text in a .jsonl line or a hub row.
         split: split of a hub data set.

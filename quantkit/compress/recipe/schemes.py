@@ -12,7 +12,7 @@ from quantkit.numerics.kv_cache import CacheGoal, find_cache_scheme, scheme_to_d
 from quantkit.numerics.scheme import ActivationScheme, CacheScheme, KVScheme, WeightScheme
 
 # Default granularity of number types; "token" for types not listed. Floats work with one scale for all tokens; integers
-# need one scale per token. Integer keys need one per channel: keys differ in size far more by channel than by token.
+# need one per token. Integer keys need one per channel, because they differ far more by channel than by token.
 _GRANULARITY = {
     ("keys", "fp8"): "tensor",
     ("values", "fp8"): "tensor",
@@ -152,7 +152,7 @@ def _changed_cache(section: schema.KVCacheSection, entry: schema.CacheLayers) ->
     for name in ("keys", "values"):
         own, given = getattr(section, name), getattr(entry, name)
         if given is not None:
-            # Another type has another usual granularity, so only an entry without a type takes over the section's.
+            # Each type has its own default, so only an entry without a type keeps the section's granularity.
             kept = own.granularity if given.dtype is None else None
             sides[name] = schema.CacheSide(dtype=given.dtype or own.dtype, granularity=given.granularity or kept)
     return section.model_copy(update=sides)
@@ -183,7 +183,7 @@ def _layer_fields(entry: schema.CacheLayers, scheme: KVScheme) -> dict[str, Any]
 
 
 def _sides(scheme: KVScheme) -> dict[str, Any]:
-    """Return number type and granularity of keys and of values as plain data, without what is unquantized."""
+    """Return number type and granularity of keys and of values as plain data, without a side that is unquantized."""
     return {name: side for name in ("keys", "values") if (side := scheme_to_dict(scheme)[name]) is not None}
 
 

@@ -108,7 +108,7 @@ def test_the_linter_finds_what_is_wrong(tokenizer):
         "begin: 2 of 3",
         "only 3 samples instead of 16",
         "shorter than half",
-        "duplicates among 3 samples: 1",
+        "1 of 3 samples are duplicates of others",
     ):
         assert part in findings
 

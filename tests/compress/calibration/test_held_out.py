@@ -92,7 +92,7 @@ def test_scales_that_make_a_linear_worse_than_rounding_are_left_out(model, tmp_p
     steps = [{"awq": {"clip": False}}, "gptq"]
     result = quantkit.quantize(model, "awq-int4", tmp_path / "out", overrides={**overrides, "steps": steps})
     for layer, without in zip(result.layers, plain.layers, strict=True):
-        assert any("are not scaled: with scales" in note for note in layer.notes)
+        assert any("are not scaled, because with scales" in note for note in layer.notes)
         assert all(record.error <= 1.02 * record.rounding_error for record in layer.linears), layer
         assert layer.linears == without.linears
     written, expected = CheckpointReader(tmp_path / "out"), CheckpointReader(tmp_path / "plain")

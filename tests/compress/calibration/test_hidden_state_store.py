@@ -51,7 +51,7 @@ def test_sensitivity_is_noticed(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ResumeError, match="not what was written"):
+    with pytest.raises(ResumeError, match="has changed since it was written"):
         ActivationStore.restore(tmp_path, "ram", 0, store.digests)
     path.unlink()
     with pytest.raises(ResumeError, match="is missing"):

@@ -104,7 +104,7 @@ def test_a_line_is_a_sample(folder, processor, record, expected, number):
 
 
 WRONG = [
-    ({"text": "nothing to see"}, "no image in it; give 'image' or 'images'"),
+    ({"text": "nothing to see"}, "the record names no image; give 'image' or 'images'"),
     ({"image": "7.png"}, r"image .*7\.png does not exist"),
     ({"image": "notes.txt"}, r"image .*notes\.txt cannot be read"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "each image with a path"),
@@ -136,12 +136,12 @@ def test_what_is_too_long_is_left_out_since_images_cannot_be_cut(folder):
 
 def test_an_image_that_the_text_has_no_place_for_is_refused(folder, processor):
     processor.image_token = ""
-    with pytest.raises(DataError, match="its text contains no token for the image"):
+    with pytest.raises(DataError, match="the sample's text contains no token for the image"):
         load(folder)
 
 
 def test_no_such_images(tmp_path):
-    with pytest.raises(DataError, match="no image files in it"):
+    with pytest.raises(DataError, match="the folder has no image files"):
         load(tmp_path)
     with pytest.raises(DataError, match=r"do not exist; give a folder, a \.jsonl file or bundled"):
         load(tmp_path / "none")

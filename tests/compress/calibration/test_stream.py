@@ -81,7 +81,7 @@ def test_a_layer_that_changes_from_run_to_run_is_run_whole_and_says_so(make_laye
 
     layer.block.mlp.act_fn.register_forward_hook(drift)
     calibrated(layer, make_layer())
-    assert any("another run gave other outputs" in note for note in layer.chosen.notes)
+    assert any("a second run gave different outputs" in note for note in layer.chosen.notes)
 
 
 class Half(nn.Module):

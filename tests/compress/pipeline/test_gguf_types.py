@@ -125,9 +125,9 @@ def test_what_does_not_go_together_is_refused(model, tmp_path):
     collect_imatrix(str(model), tmp_path / "i.gguf", samples=2, sequence_length=32)
     with pytest.raises(SchemeError, match="step autoround cannot choose the scales of q3_k blocks"):
         run(**{**CALIBRATED, "steps": ["autoround"]})
-    with pytest.raises(RecipeError, match="imatrix: takes the place of calibration data"):
+    with pytest.raises(RecipeError, match="imatrix: cannot be combined with steps"):
         run(imatrix="i.gguf", **CALIBRATED)
-    with pytest.raises(RecipeError, match="only format gguf stores the embedding in another type"):
+    with pytest.raises(RecipeError, match="only format gguf can store the embedding in a different type"):
         build({"name": "k", "weights": {"dtype": "int4"}, "embedding": "q6_k"}, "k")
     with pytest.raises(RecipeError, match="embedding: expected one of f32"):
         build({**RECIPE, "embedding": "q7_k"}, "k")

@@ -179,7 +179,7 @@ def test_the_original_models_states_are_resumed_too(tiny_llama, tmp_path, text_f
 )
 def test_another_recipe_is_refused_by_name(tiny_llama, tmp_path, text_file, change, named):
     interrupted(tiny_llama, tmp_path / "out", text_file)
-    with pytest.raises(ResumeError, match="was started with other settings or files") as caught:
+    with pytest.raises(ResumeError, match="was started with different settings or files") as caught:
         quantize(tiny_llama, tmp_path / "out", text_file, **change)
     assert caught.match(named)
     assert quantize(tiny_llama, tmp_path / "out", text_file, resume=False, **change).resumed_layers == 0

@@ -96,7 +96,7 @@ REFUSED = [
         {"kv_cache": {"dtype": "int4", "layers": [{"numbers": [1, 2], "skip": True}, {"numbers": 2, "skip": True}]}},
         "kv_cache.layers\\[1\\]: layer 2 has two entries",
     ),
-    ({"kv_cache": {"dtype": "int4", "layers": [{"numbers": 1}]}}, "give 'keys', 'values' or both, or 'skip: true'"),
+    ({"kv_cache": {"dtype": "int4", "layers": [{"numbers": 1}]}}, "give 'keys', 'values' or both, or give only 'skip"),
     ({"kv_cache": {"dtype": "int4", "layers": [{"numbers": -1, "skip": True}]}}, "the number of a layer, from 0"),
     ({"kv_cache": {"dtype": "fp8"}, "steps": ["gptq"]}, "steps: has no effect without 'weights'"),
     ({"kv_cache": {"dtype": "fp8"}, "activations": {"dtype": "fp8"}}, "activations: has no effect without 'weights'"),
