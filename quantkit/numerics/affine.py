@@ -108,7 +108,7 @@ def to_codes(values: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: DT
     codes = values / scale
     if dtype.kind == "float":
         codes.clamp_(dtype.minimum, dtype.maximum)
-        return _round_float(codes.clone(), dtype).copysign_(codes)  # minus zero has a code of its own
+        return _round_float(codes.clone(), dtype).copysign_(codes)  # minus zero has its own code
     if zero_point is not None:
         codes += zero_point
     return codes.round_().clamp_(dtype.minimum, dtype.maximum)
@@ -201,7 +201,7 @@ def on_rows(scale: Tensor, grid: WeightGrid) -> Tensor:
 
 
 def rescaled(ranges: Ranges, scale: Tensor, grid: WeightGrid) -> Ranges:
-    """Return ranges with other scales (N, G) float32, rounded to values that the grid can store."""
+    """Return ranges with new scales (N, G) float32, rounded to values that the grid can store."""
     dtype = grid.scheme.dtype
     if dtype.block is None:
         return ranges._replace(scale=on_rows(round_scale(scale, grid.scale_dtype), grid))

@@ -72,7 +72,7 @@ class CacheGoal:
         outliers: whether to look for layers whose keys have outliers that the scheme cannot represent well.
         remedy: scheme of the keys in layers with outliers: "channel" (the same bits, a range per channel), "int8" or
             "fp8" per token, "leave" (not quantized), or "auto": the first of the four that helps.
-        clip: how fixed scales are chosen: "absmax" covers the largest magnitude, "mse" has the least squared error.
+        clip: how fixed scales are chosen: "absmax" covers the largest magnitude, "mse" gives the least squared error.
     """
 
     scheme: KVScheme
@@ -155,7 +155,7 @@ def scheme_from_dict(data: Mapping[str, Any]) -> KVScheme:
 
 
 def turned(values: Tensor) -> Tensor:
-    """Rotate values, as those of 2 and 3 bits are stored: change signs, then apply `hadamard`, not normalised.
+    """Rotate values as a cache stores them in 2 or 3 bits: change signs, then apply `hadamard` without normalising.
 
     Args:
         values: (..., D); D is a multiple of 4. Not modified.
@@ -167,7 +167,7 @@ def turned(values: Tensor) -> Tensor:
 
 
 def turned_back(values: Tensor) -> Tensor:
-    """Rotate back; the result is `turning_block(D)` times what `turned` had rotated. Arguments as of `turned`."""
+    """Rotate back; the result is `turning_block(D)` times what `turned` had rotated. For arguments, see `turned`."""
     matrix, signs = _turning(values.shape[-1], values.device)
     return ((values.double() @ matrix) * signs).float()
 

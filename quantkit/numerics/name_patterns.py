@@ -46,7 +46,7 @@ def check_pattern(pattern: str) -> None:
     """Check that a text is a valid pattern.
 
     Raises:
-        SchemeError: the pattern is too long, is no valid regular expression, or has repeat counts that are too large.
+        SchemeError: the pattern is too long or not a valid regular expression, or its repeat counts are too large.
     """
     if not is_exact(pattern):
         _compiled(pattern)
@@ -126,7 +126,7 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
         # First Python's `re`: a pattern must be valid there, however `regex` reads it.
         re.compile(text)
         _check_meaning(text)
-        # Version 0 is the behaviour of `re`; version 1 gives sets and case folding another meaning.
+        # Version 0 is the behaviour of `re`; version 1 gives sets and case folding a different meaning.
         return regex.compile(text, regex.VERSION0)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         raise SchemeError(f"{shorten(pattern, 100)} is not a regular expression: {error}") from None

@@ -44,21 +44,23 @@ class WeightScheme:
                 f"set weights.group_size to {self.dtype.group}, or leave it out"
             )
         if self.dtype.scale == "ggml" and self.symmetric == self.dtype.has_minimums:
-            raise SchemeError(f"{self.dtype.name} fixes weights.symmetric; leave it out")
+            raise SchemeError(f"{self.dtype.name} determines weights.symmetric; leave weights.symmetric out")
         if self.dtype.kind == "float" and not self.symmetric:
             raise SchemeError(f"{self.dtype.name} has no zero point: set weights.symmetric=true")
         if self.block_rows != 1 and not self.symmetric:
             raise SchemeError("a scale shared by several rows allows no zero points: set weights.symmetric=true")
         if self.block_rows is None and self.group_size is not None:
-            raise SchemeError(f"group_size {self.group_size} has no effect with one scale for the tensor; leave it out")
+            raise SchemeError(
+                f"group_size {self.group_size} has no effect with one scale for the tensor; leave group_size out"
+            )
         if self.block_rows is not None and self.block_rows < 1:
-            raise SchemeError(f"a block of {self.block_rows} outputs is not possible; write a block such as 128x128")
+            raise SchemeError(f"a block cannot have {self.block_rows} outputs; write a block such as 128x128")
 
     def fitted(self, in_features: int) -> "WeightScheme":
         """Return the scheme to use for a linear with this many inputs: usually the scheme itself.
 
         If `group_size` does not divide `in_features`, the groups become smaller where possible. A ggml type whose block
-        size does not divide `in_features` is replaced by another type, as in llama-quantize.
+        size does not divide `in_features` is replaced by a different type, as in llama-quantize.
         """
         if self.dtype.block is not None and in_features % self.dtype.block[0] and self.dtype.name in FALLBACK:
             other = FALLBACK[self.dtype.name]
@@ -146,7 +148,7 @@ class ActivationScheme:
         if (self.granularity == "tensor") == self.dynamic:
             raise SchemeError(
                 "activations have either one scale per token at run time or one calibrated scale per tensor; "
-                "set activations.dynamic=true, or false without a group_size"
+                "set activations.dynamic=true, or set it to false and leave group_size out"
             )
         if self.dtype.group is not None and self.group_size != self.dtype.group:
             raise SchemeError(
@@ -189,7 +191,7 @@ class LinearScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Rule for the modules whose names match `pattern`: their scheme, or that they stay unquantized.
+    """Rule for the modules whose names match `pattern`: it gives them a scheme, or leaves them unquantized.
 
     Args:
         pattern: shell-style (`*.down_proj`), or a regular expression after `re:`.
@@ -223,7 +225,7 @@ class Scheme:
     _budget: Budget = field(default_factory=Budget, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Of equal patterns the later rule wins, as a dictionary keeps the last position of a key.
+        # If rules have equal patterns, the last one wins: the dictionary keeps the last position of a pattern.
         positions = {rule.pattern: index for index, rule in enumerate(self.rules)}
         expressions = sorted((index for pattern, index in positions.items() if not is_exact(pattern)), reverse=True)
         if len(expressions) > MAX_EXPRESSIONS:

@@ -10,7 +10,7 @@
 For each group, the search finds the scale (and minimum) with the least weighted squared error, and rounds it to a whole
 multiple of the block's scale (minimum). Then it refines in turn the whole numbers (by at most one) and the float16
 numbers (by least squares); a step is kept only if it lowers the error of its block. ggml's own search does not refine.
-No group has the whole number 0 as its scale: with 1 or -1, its error is at most as large, because its codes can be 0.
+No group has the whole number 0 as its scale, because 1 or -1 is never worse: the group's codes can all be 0.
 Shapes: N outputs, K inputs, G groups of n inputs, M blocks of S groups, B blocks per row.
 Source: format and first search: ggml `src/ggml-quants.c` (make_qkx2_quants, make_qx_quants).
 """
@@ -29,7 +29,7 @@ from quantkit.numerics.tensor import concatenated
 # Values worked on at once: their temporaries stay in a CPU's cache.
 _CHUNK = 1 << 17
 _ROUNDS = 3
-# A minimum below this fraction of its scale becomes 0: a zero point in float32 could not tell which minimum it was.
+# A minimum below this fraction of its scale becomes 0, because a float32 zero point could not represent it precisely.
 _LEAST_MINIMUM = 1e-3
 # Replaces a block scale of 0, which occurs if all values are 0 or each equals its group's minimum.
 _LEAST_SCALE = 2.0**-24
@@ -82,7 +82,7 @@ def nearest_blocks(scale: Tensor, minimum: Tensor | None, dtype: DType) -> Block
     low, high = dtype.levels
     if minimum is None:
         extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
-        # Whole numbers reach one further below zero than above, so the extreme one becomes the lowest.
+        # Whole numbers reach one further below zero than above, so the scale of largest magnitude gets the lowest.
         step = _whole_step(scale, [extreme / (low * part) for part in _PARTS], dtype)
         return _completed(step, None, _multiples(scale, step, dtype), None)
     minimum = minimum.clamp(min=0)
@@ -264,10 +264,10 @@ def _fit_pair(groups: Tensor, weights: Tensor, first: Tensor, second: Tensor) ->
 
 
 def _search_symmetric_blocks(groups: Tensor, weights: Tensor, dtype: DType) -> Blocks:
-    weights = weights + 1e-12  # zeros may have a weight of 0, but must count
+    weights = weights + 1e-12  # a weight may be 0, but every value must count
     scale = _search_symmetric(groups, weights, dtype)  # (M, S), signed
     extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
-    # Whole numbers reach one further below zero than above, so the extreme one becomes the lowest.
+    # Whole numbers reach one further below zero than above, so the scale of largest magnitude gets the lowest.
     step = _half(extreme / dtype.levels[0])
     best = _improve_symmetric(
         groups, weights, step, _completed(step, None, _multiples(scale, step, dtype), None).scales, dtype

@@ -84,15 +84,15 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values of the codes.
 
-        The product of a code and a 16-bit scale is exact in float32. So a 16-bit `dtype` rounds it once, just like a
-        loader that multiplies in that dtype.
+        The product of a code and a 16-bit scale is exact in float32. So a 16-bit `dtype` rounds the product once, just
+        as a loader that multiplies in that dtype does.
 
         Args:
             dtype: dtype of the result.
         Returns:
             (N, K) values.
         """
-        # Always a copy, also of float32 codes, since it is multiplied in place.
+        # Always a copy, even of float32 codes, because the copy is multiplied in place.
         values = self.codes.to(torch.float32, copy=True)
         index: tuple[Any, ...] = (slice(None), self.group_index)  # expands (N, G) to the shape of the codes
         if self.group_index is None:  # groups in order are broadcast

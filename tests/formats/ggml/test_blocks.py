@@ -141,7 +141,7 @@ def test_other_types_where_blocks_do_not_divide_a_row():
     assert grid_of("q4_k").scheme.fitted(512) == grid_of("q4_k").scheme
     with pytest.raises(SchemeError, match="q4_k has blocks of 256 inputs, which do not divide 576"):
         FORMAT.check(LinearScheme(weight=grid_of("q4_k").scheme), (8, 576))
-    with pytest.raises(SchemeError, match=r"q6_k fixes weights\.symmetric"):
+    with pytest.raises(SchemeError, match=r"q6_k determines weights\.symmetric"):
         WeightScheme(dtype=GGML_TYPES["q6_k"], group_size=16, symmetric=False)
 
 
