@@ -3,7 +3,7 @@
 Float32 matrices: torch uses MKL, which has no AVX-512 code for AMD processors. oneDNN, also part of torch, has such
 code and is twice as fast there, but torch uses oneDNN only if lower precision is allowed. oneDNN then still keeps all
 bits, unless the processor has fast instructions for 16-bit floats (AMX, Arm). `keeps_precision` measures whether oneDNN
-does.
+keeps them.
 
 Bfloat16 matrices: torch on a CPU sums their products in bfloat16. The C code sums in float32 if the processor has
 bfloat16 instructions. Such sums are as exact as those of float32 matrices, because the product of two bfloat16

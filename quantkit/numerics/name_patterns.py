@@ -129,7 +129,7 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
         # Version 0 is the behaviour of `re`; version 1 gives sets and case folding a different meaning.
         return regex.compile(text, regex.VERSION0)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
-        raise SchemeError(f"{shorten(pattern, 100)} is not a regular expression: {error}") from None
+        raise SchemeError(f"{shorten(pattern, 100)} is not a valid regular expression: {error}") from None
 
 
 def _check_meaning(text: str) -> None:

@@ -129,7 +129,7 @@ class HeldOut:
                     layer.round_plainly(name, _divided(weight(name), layer.data.output_divisors.get(name)))
                     rounded.append(name)
         if rounded:
-            layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, as the held-out error is smaller")
+            layer.chosen.notes.append(f"{', '.join(rounded)}: rounded to nearest, for a smaller held-out error")
         if not is_last and self.quantized is not None:
             self._pass(layer, store, advances=True)
         return None

@@ -1,5 +1,7 @@
-"""Round linears directly from the source's tensors, without data and without building layers: the layers of recipes
-without calibration data, several linears at once, and the linears of towers and of MTP heads of any recipe.
+"""Round linears directly from the source's tensors, without calibration data and without building layers.
+
+Recipes without calibration data round all layers in this way, several linears at once. All recipes round the linears of
+towers and of MTP heads in this way.
 
 Each linear is rounded by a single thread, so the result does not depend on the number of threads. A layer's file is
 written while the next layer's linears are rounded. Layers are recorded in order, so an interrupted run can resume.

@@ -218,7 +218,7 @@ def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | f
     """Return the `quantkit.*` entries of a GGUF file that a recipe makes.
 
     Args:
-        recipe: the recipe; its entry gives the names of files without their folders.
+        recipe: the recipe. In its entry, files are named without their folders.
         model: folder of the original model.
         codes: finished folder of the run, whose manifest has the digest of the calibration tokens.
     Returns:

@@ -274,7 +274,7 @@ def _tower_linears(skeleton: Skeleton, reader: ModelReader) -> list[LayerLinears
 
 
 def _head_linears(reader: ModelReader) -> list[LayerLinears]:
-    """Return the linears in the decoder layers of MTP heads, as far as the files have them in the expected shapes.
+    """Return the linears in the decoder layers of MTP heads that the files contain in the expected shapes.
 
     The projection of a head's two inputs stays unquantized, because engines build it that way.
     """

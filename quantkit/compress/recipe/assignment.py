@@ -357,8 +357,8 @@ def _without_inputs(layers: Sequence[LayerLinears], assigned: Sequence[Schemes])
         for name, scheme in schemes.items():
             if layer.beside and scheme and scheme.activation and scheme.activation.is_calibrated:
                 yield RecipeError(
-                    f"{layer.name}.{name} is outside the decoder layers and sees no calibration data, but static "
-                    f"scales of {scheme.activation.describe()} inputs need some; remove its override, or set "
+                    f"{layer.name}.{name} is outside the decoder layers and sees no calibration data, which static "
+                    f"scales of {scheme.activation.describe()} inputs need; remove its override, or set "
                     "activations.dynamic=true"
                 )
                 return

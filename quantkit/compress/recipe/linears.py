@@ -15,8 +15,8 @@ class LayerLinears(NamedTuple):
     """A layer's full name, its quantizable linears with their shapes (N, K), and which of them are fused.
 
     `beside` = True for a module of a vision or audio tower instead of a decoder layer. Such a module is quantized only
-    by rules whose patterns match nothing in the decoder layers. `is_head` = True for the decoder layer of an MTP head,
-    which is also `beside`, and to which the recipe's `mtp` applies too.
+    by rules whose patterns match nothing in the decoder layers. `is_head` = True for the decoder layer of an MTP head;
+    `beside` is then True too, and linears that no rule matches get the recipe's `mtp`.
     """
 
     name: str

@@ -68,7 +68,7 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
     finally:
         tokenizer.chat_template = None
     assert tokenizer.decode(samples.token_ids[0]) == "<user>How many apples?<assistant>Twelve."
-    assert any("without the BOS token" in warning for warning in samples.warnings)
+    assert any("do not begin with the BOS token" in warning for warning in samples.warnings)
     assert any("duplicates" in warning for warning in samples.warnings)
 
 
@@ -105,9 +105,9 @@ def test_the_linter_says_nothing_about_good_data(tokenizer):
 def test_the_linter_finds_what_is_wrong(tokenizer):
     findings = " | ".join(lint([[5, 6, 7], [5, 6, 7], [0, 8]], 16, 256, tokenizer))
     for part in (
-        "begin: 2 of 3",
+        "2 of 3 samples do not begin",
         "only 3 samples instead of 16",
-        "shorter than half",
+        "samples are shorter than half",
         "1 of 3 samples are duplicates of others",
     ):
         assert part in findings

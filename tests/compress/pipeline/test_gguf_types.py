@@ -134,7 +134,7 @@ def test_what_does_not_go_together_is_refused(model, tmp_path):
     matrix = read_imatrix(tmp_path / "i.gguf")
     means = {name: mean for name, mean in matrix.means.items() if name != "blk.1.attn_v.weight"}
     write_imatrix(tmp_path / "less.gguf", type(matrix)(means=means, counts=matrix.counts))
-    with pytest.raises(CheckpointError, match=r"no statistics of blk\.1\.attn_v\.weight"):
+    with pytest.raises(CheckpointError, match=r"no statistics for blk\.1\.attn_v\.weight"):
         run(imatrix=str(tmp_path / "less.gguf"))
     other = {name: mean[:, :32] for name, mean in matrix.means.items()}
     write_imatrix(tmp_path / "other.gguf", type(matrix)(means=other, counts=matrix.counts))

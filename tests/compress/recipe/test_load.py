@@ -164,7 +164,7 @@ MISTAKES = {
     INT4_G32 + "seed: x": "seed: expected a whole number, found 'x'",
     INT4_G32 + "format: compresed-tensors": "unknown format 'compresed-tensors' (did you mean 'compressed-tensors'?)",
     INT4_G32 + "ignore: 3": "ignore: expected a module pattern or a list of them, found 3",
-    INT4_G32 + "ignore: 're:('": "ignore: 're:(' is not a regular expression",
+    INT4_G32 + "ignore: 're:('": "ignore: 're:(' is not a valid regular expression",
     INT4_G32 + "overrides: [{modules: a}]": "overrides[0]: give 'weights', 'keep: source' or both, or give only 'skip",
     INT4_G32 + "overrides: [{modules: a, skip: false}]": "overrides[0].skip: expected true, found False",
     INT4_G32 + "overrides: [{modules: [], skip: true}]": "overrides[0].modules: the list is empty",
