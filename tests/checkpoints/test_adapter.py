@@ -110,7 +110,7 @@ def test_an_adapter_of_the_model_without_its_head_fits(tmp_path, reader, tensors
         ({"r": True}, ["is True, not a number"]),
         ({"lora_alpha": None}, ["lora_alpha' is None"]),
         ({"rank_pattern": [1]}, ["rank_pattern is [1]"]),
-        ({"rank_pattern": {"(": 4}}, ["rank_pattern", "not a regular expression"]),
+        ({"rank_pattern": {"(": 4}}, ["rank_pattern", "not a valid regular expression"]),
         ({"rank_pattern": {"q_proj": 8}}, ["lora_A (4, 256)", "rank 8", "correct r or rank_pattern"]),
         ({"r": 8}, ["expected (8, 512) and (256, 8)", "correct r or rank_pattern"]),
     ],

@@ -166,7 +166,7 @@ def test_recognise_without_a_class_leaves_the_rest_alone():
         (section({"g": {"targets": ["Linear"], "weights": {**W4, "colour": 1}}}), "colour"),
         (section({"g": {"targets": ["Linear"]}}), "no weights"),
         (section({"g": {"targets": ["Embedding"], "weights": W4}}), "class 'Embedding'"),
-        (section({"g": {"targets": ["re:("], "weights": W4}}), "not a regular expression"),
+        (section({"g": {"targets": ["re:("], "weights": W4}}), "not a valid regular expression"),
         (section({"NO_SUCH_PRESET": ["Linear"]}), "NO_SUCH_PRESET"),
         (section({}), "no config_groups"),
         (section({"W4A16": ["Linear"]}, quantization_status="frozen"), "'frozen'"),

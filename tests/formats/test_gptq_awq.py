@@ -249,7 +249,7 @@ BAD_CONFIGS = [
     ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": 1}, "sym is 1"),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, "not a regular expression"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, "not a valid regular expression"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": []}, None),
     ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
