@@ -16,7 +16,6 @@ from quantkit.numerics.kv_cache import FP8_HEAD, LayerCache, Scales
 from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.model.config import ModelConfig
 
-
 OTHERS = " and others"
 """Follows the name of the commonest type of a cache whose layers differ."""
 
