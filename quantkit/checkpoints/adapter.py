@@ -33,7 +33,7 @@ from quantkit.safety.untrusted import check_path, read_object, shorten
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_ENTRY = "quantkit.adapter.sha256"
-"""Entry of a GGUF file: digests of the merged adapters, separated by commas; absent if there is none."""
+"""Entry of a GGUF file: digests of the merged adapters, separated by commas; absent if no adapter is merged."""
 
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
@@ -49,7 +49,7 @@ _KNOWN = {
 }
 _FLOATS = tuple(kind_of(dtype) for dtype in FLOAT_DTYPES)
 _SHOWN = 3  # names in a message
-# Ways to initialize A and B that leave the base's weights as they are.
+# Ways to initialize A and B that do not change the base's weights.
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -81,7 +81,7 @@ class Adapter:
     Args:
         path: folder of the adapter.
         digest: see `adapter_digest`.
-        base: the adapter's own name for its base model; None = it names none.
+        base: the adapter's own name for its base model; None = the adapter does not name its base.
         updates: changes of linears, keyed by the linear's name in the base's `ModelReader`.
         warnings: reasons to doubt that the adapter was trained for this base, one sentence each.
     """
@@ -103,9 +103,10 @@ def read_adapter(path: Path | str, reader: ModelReader) -> Adapter:
 
     Args:
         path: folder with adapter_config.json and adapter_model.safetensors.
-        reader: reader of the base; of a quantized base, a view of `open_dense`, which has the shapes of its weights.
+        reader: reader of the base model; for a quantized base, a view from `open_dense`, which has the shapes of the
+            dequantized weights.
     Raises:
-        ModelError: the folder holds no adapter, the adapter computes something else, or it is for another base.
+        ModelError: the folder holds no adapter, the adapter computes something else, or it is for a different base.
         CheckpointError: a file is damaged, or holds values that are not finite.
     """
     folder = Path(path)
@@ -133,8 +134,8 @@ def read_adapter(path: Path | str, reader: ModelReader) -> Adapter:
 def _uncovered(folder: Path, names: Iterable[str], reader: ModelReader) -> Iterator[str]:
     """Yield a warning if an adapter changes linears of the first layers only, although later layers have them too.
 
-    An adapter of a model with fewer layers looks like this. Adapters of a few linears that only some layers have, such
-    as the dense layers before layers of experts, do not.
+    Such an adapter was probably trained for a model with fewer layers. There is no warning if later layers lack the
+    changed linears, e.g. if only the dense layers before layers of experts have them.
     """
     layers, changed = reader.family.layers, dict[int, set[str]]()
     for name in names:
@@ -146,13 +147,13 @@ def _uncovered(folder: Path, names: Iterable[str], reader: ModelReader) -> Itera
     later = (f"{layers}.{i}.{local}.weight" for i in range(covered, count) for local in changed.get(0, ()))
     if set(changed) == set(range(covered)) and any(name in reader for name in later):
         shown = "layer 0" if covered == 1 else f"layers 0 to {covered - 1}"
-        yield f"adapter {folder.name} covers {shown} of {count}: is it trained for another base?"
+        yield f"adapter {folder.name} covers {shown} of {count}; it may have been trained for a different base"
 
 
 def adapter_digest(folder: Path) -> str:
     """Return the SHA-256 of what an adapter computes: the name and scale of each update, and its A and B in float32.
 
-    So an adapter has the same digest after it is saved again, with another order of its config's entries for example.
+    An adapter therefore keeps its digest when it is saved again, e.g. with its config entries in a different order.
 
     Raises:
         ModelError, CheckpointError: see `read_adapter`.
@@ -236,7 +237,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], CheckpointReader]:
 
 
 def _check_config(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise ModelError if the adapter is no plain LoRA."""
+    """Raise ModelError if the adapter is not a plain LoRA."""
     where = folder / ADAPTER_CONFIG
     if config.get("peft_type") != "LORA":
         raise ModelError(
@@ -273,15 +274,15 @@ def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
     strange = [name for name in weights.names if _TENSOR.fullmatch(name) is None]
     if strange:
         raise ModelError(
-            f"{file}: {_some(strange)} cannot be used: only linears of the layers are supported, with tensors named "
-            f"base_model.model.<linear>.lora_A.weight and lora_B.weight; {_MERGE}"
+            f"{file}: {_some(strange)} cannot be used, because only linears of the layers are supported, with tensors "
+            f"named base_model.model.<linear>.lora_A.weight and lora_B.weight; {_MERGE}"
         )
     for name in weights.names:
         module, kind = _TENSOR.findall(name)[0]
         pairs.setdefault(module, {})[kind] = name
     single = [module for module, pair in pairs.items() if len(pair) == 1]
     if single:
-        raise CheckpointError(f"{file}: {_some(single)}: lora_A or lora_B is missing; download the file again")
+        raise CheckpointError(f"{file}: lora_A or lora_B of {_some(single)} is missing; download the file again")
     if not pairs:
         raise ModelError(f"{file} holds no tensors; save the adapter again")
     return pairs
@@ -293,7 +294,7 @@ def _own_names(modules: Iterable[str], reader: ModelReader, folder: Path) -> dic
     missing = [module for module, name in names.items() if f"{name}.weight" not in reader]
     if missing:
         raise ModelError(
-            f"{folder} is for another base model: {reader.path} does not have {_some(missing)} "
+            f"{folder} is for a different base model: {reader.path} does not have {_some(missing)} "
             f"({len(missing)} of the adapter's {len(names)} linears); give the base that the adapter was trained on"
         )
     if len(set(names.values())) < len(names):
@@ -336,7 +337,9 @@ def _check_shapes(
     """Raise ModelError if the shapes of A and B do not fit the base's weight and the rank in the config."""
     shape = reader.info(f"{name}.weight").shape
     if len(shape) != 2:
-        raise ModelError(f"{folder} changes {name}, whose weight has shape {shape}: only linears can be; {_MERGE}")
+        raise ModelError(
+            f"{folder} changes {name}, whose weight has shape {shape}, but only linears can be changed; {_MERGE}"
+        )
     expected = ((rank, shape[1]), (shape[0], rank))
     if (a, b) == expected:
         return

@@ -1,6 +1,6 @@
 """View a quantized checkpoint as an unquantized model of its dequantized values, with the original names and shapes.
 
-A weight is dequantized when it is read, and stacked experts one after another. A caller that reads layer by layer
+A weight is dequantized when it is read; stacked experts are dequantized one by one. A caller that reads layer by layer
 therefore holds the values of only one layer. The values equal those that the format's own library computes from codes
 and scales, in the dtype of config.json. The view has no quantization_config, and no scales of inputs or of a KV cache.
 """
@@ -84,8 +84,8 @@ class _Source:
         for name, info in tensors.items():
             if name.endswith(".weight") and info.dtype not in FLOAT_DTYPES and len(info.shape) > 1:
                 raise CheckpointError(
-                    f"{reader.path}: {name} holds codes ({info.kind}) without {self.format.scale_name or 'scales'} "
-                    "beside it; download the checkpoint again, with its config.json"
+                    f"{reader.path}: {name} holds codes ({info.kind}) without {self.format.scale_name or 'scales'}; "
+                    "download the checkpoint again, with its config.json"
                 )
         return tensors | {name: self._encoded(name, parts) for name, parts in weights.items()}
 
@@ -140,7 +140,7 @@ def _note(format_: Format, tensors: Mapping[str, TensorInfo], dtype: torch.dtype
     """Return a note for the user that weights are dequantized."""
     number = sum(isinstance(info, EncodedInfo) and len(info.shape) > 1 for info in tensors.values())
     name = dtype_name(dtype)
-    return f"the source is quantized ({format_.name}): {number} weights are dequantized to {name} while read"
+    return f"the source is quantized ({format_.name}): {number} weights are dequantized to {name} when they are read"
 
 
 def _stacked(infos: Mapping[str, TensorInfo]) -> int:

@@ -99,8 +99,8 @@ class EncodedInfo(TensorInfo):
             bad = int((~torch.isfinite(values)).sum())
             scales = "a code" if bool(torch.isfinite(weight.scale.float()).all()) else "a scale"
             raise CheckpointError(
-                f"{self.where}: dequantizes to {bad} NaN or infinite values: {scales} is not finite or too large; "
-                "download the file again"
+                f"{self.where} dequantizes to {bad} NaN or infinite values, because {scales} is not finite or too "
+                "large; download the file again"
             )
         return values.T.contiguous() if self.transposed else values
 

@@ -51,7 +51,7 @@ def check_folder(path: Path) -> Path:
     """Return the path of a model's directory, or of a GGUF file, after checking it.
 
     Raises:
-        ModelError: the path does not exist or is another kind of file, or the directory links to outside files; see
+        ModelError: the path does not exist or is a different kind of file, or the directory links to outside files; see
             `symlinks`.
     """
     check_path(path, ModelError)
@@ -79,7 +79,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         config = read_object(path, ModelError)
         beside = folder / _MODELOPT_NAME
         if "quantization_config" not in config and beside.is_file():
-            # ModelOpt writes its quantization_config into a file of its own.
+            # ModelOpt writes its quantization_config into a separate file.
             config["quantization_config"] = {**read_object(beside, ModelError), "quant_method": "modelopt"}
         return checked_names(config, str(path))
     if (folder / "adapter_config.json").is_file():
@@ -321,7 +321,7 @@ def download(model: str, file: str | None = None) -> Path:
     except Exception as error:
         # The hub fails in many ways that share no class: HTTP, connection, validation, cache, missing package.
         raise ModelError(
-            f"{model!r} is not a directory here and cannot be downloaded from the hub ({type(error).__name__}: "
+            f"{model!r} is not a local directory and cannot be downloaded from the hub ({type(error).__name__}: "
             f"{first_line(error).rstrip('.')}); check the spelling and the network, log in with `hf auth login` if it "
             "is gated, or give a directory"
         ) from error

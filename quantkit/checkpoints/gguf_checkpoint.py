@@ -41,7 +41,7 @@ _ROTARY = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.wei
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor as it is stored, and the file that holds it."""
+    """A stored tensor, and the file that holds it."""
 
     file: Path
     name: str
@@ -175,7 +175,7 @@ class GGUFModel:
                 yield prefix + vectors[match[2]], (stored, None)
             elif full is None or local not in ("weight", "bias"):
                 raise CheckpointError(
-                    f"{stored.where} {stored.info.shape} has no place in a model of this architecture"
+                    f"{stored.where} {stored.info.shape} does not belong to a model of this architecture"
                 )
             elif module.endswith(EXPERTS):
                 for expert in range(stored.info.shape[0] if len(stored.info.shape) > 1 else 0):

@@ -92,7 +92,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, num_rows: int) -> d
     if len(tokens) != num_rows:
         raise CheckpointError(
             f"{where}: tokenizer.ggml.tokens has {len(tokens)} tokens, but the embedding has {num_rows} rows; "
-            "the tokenizer belongs to another model: download the file again"
+            "the tokenizer belongs to a different model; download the file again"
         )
     types = entries.get("ggml.token_type") or [NORMAL] * num_rows
     if len(types) != num_rows:
@@ -124,7 +124,7 @@ def token_id(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
         CheckpointError: the entry is not the id of a token.
     """
     number, tokens = metadata.get(f"tokenizer.ggml.{key}_token_id"), metadata.get("tokenizer.ggml.tokens")
-    if number is None or not isinstance(tokens, list) or number == (1 << 32) - 1:  # -1 in a field without sign
+    if number is None or not isinstance(tokens, list) or number == (1 << 32) - 1:  # -1 in an unsigned field
         return None
     if type(number) is not int or not 0 <= number < len(tokens):
         raise CheckpointError(

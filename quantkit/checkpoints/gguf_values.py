@@ -27,7 +27,7 @@ _STEP_VALUES = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksInfo(EncodedInfo):
-    """Description of a tensor (N, K) or (N,) of a GGUF file; see `EncodedInfo`. Its only part is the stored tensor.
+    """Description of a tensor (N, K) or (N,) of a GGUF file; `parts` holds only the stored tensor. See `EncodedInfo`.
 
     Args:
         block: GGUF type of the stored tensor; None = rows are returned as bytes, without decoding.
@@ -59,7 +59,7 @@ class BlocksInfo(EncodedInfo):
         Raises:
             CheckpointError: some values are not finite.
         """
-        from quantkit.formats.ggml.blocks import PLAIN, dequantize_blocks  # the gguf package: only for its files
+        from quantkit.formats.ggml.blocks import PLAIN, dequantize_blocks  # needs gguf
 
         if self.block is None:
             return raw

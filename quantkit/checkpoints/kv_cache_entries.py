@@ -86,7 +86,7 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
     Raises:
         SchemeError: the scheme is not supported; the message shows the scheme.
     """
-    # quantkit's own entry goes first: if both entries are there, only quantkit's describes layers that differ.
+    # quantkit's own entry takes precedence, because only it describes layers that differ.
     entry = config.get(CONFIG_KEY)
     if entry is not None:
         return _own(entry, num_layers)

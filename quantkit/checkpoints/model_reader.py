@@ -1,4 +1,4 @@
-"""View a checkpoint as one (N, K) tensor per linear, whatever layout its files use.
+"""View a checkpoint as one (N, K) tensor per linear, regardless of the layout of its files.
 
 Experts that are stored as one 3-D tensor appear as separate matrices, and matrices that are stored transposed appear as
 (N, K). All names have the prefix that transformers' causal LM class gives them. Tensors that transformers merges or
@@ -78,7 +78,7 @@ class ModelReader(CheckpointReader):
 
     @classmethod
     def of(cls, reader: CheckpointReader, family: Family) -> "ModelReader":
-        """Return a reader with one tensor per linear that shares the headers that another reader has read."""
+        """Return a reader with one tensor per linear; it reuses the headers that `reader` has read."""
         view = cls.__new__(cls)
         view._share(reader)
         view._view(family)
@@ -123,15 +123,15 @@ class ModelReader(CheckpointReader):
         return weight.take_rows(torch.arange(weight.shape[0])[part.outputs])
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """See `CheckpointReader`; a tensor that is not stored as it is, e.g. one expert of a stack, is read whole."""
+        """See `CheckpointReader`; a tensor derived from a stored one, e.g. one expert of a stack, is read whole."""
         return self.tensor(name)[start:stop].clone() if self._is_view(name) else super().rows(name, start, stop)
 
     def gather_rows(self, name: str, indices: Tensor) -> Tensor:
-        """See `CheckpointReader`; a tensor that is not stored as it is, e.g. one expert of a stack, is read whole."""
+        """See `CheckpointReader`; a tensor derived from a stored one, e.g. one expert of a stack, is read whole."""
         return self.tensor(name)[indices.cpu()] if self._is_view(name) else super().gather_rows(name, indices)
 
     def chunks(self, name: str, size: int = 1 << 22) -> Iterator[bytes | memoryview]:
-        """See `CheckpointReader`; a tensor that is not stored as it is, e.g. one expert of a stack, is one chunk."""
+        """See `CheckpointReader`; a tensor derived from a stored one, e.g. one expert of a stack, is one chunk."""
         if self._is_view(name):
             yield self.tensor(name).view(-1).view(torch.uint8).numpy().tobytes()
         else:
@@ -170,7 +170,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
-        """Return the name to write for a tensor of this view; a part of a stored tensor gets a name of its own."""
+        """Return the name to write for a tensor of this view; a part of a stored tensor gets its own name."""
         if self.family.stored_names is not None:
             return self.family.stored_names.of(name)
         for own, stored in _renamed(self.family):
@@ -179,7 +179,7 @@ class ModelReader(CheckpointReader):
         return name
 
     def own_name(self, stored: str) -> str:
-        """Return this view's name of a tensor, given its name in files; a name of the view is returned as it is."""
+        """Return this view's name of a tensor, given its name in files; a name of the view is returned unchanged."""
         return next(iter(_with_own_names({stored: None}, self.family)))
 
     def write_converted(self, sources: Container[str]) -> bool:

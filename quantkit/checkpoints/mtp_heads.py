@@ -47,7 +47,7 @@ def find_heads(config: Mapping[str, Any], names: Collection[str]) -> StoredHeads
 def unquantized_prefixes(
     config: Mapping[str, Any], names: Collection[str], quantized: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the prefixes of MTP heads of which no linear is quantized.
+    """Return the prefixes of MTP heads that have no quantized linear.
 
     Args:
         config: contents of config.json.

@@ -44,7 +44,7 @@ class CheckpointReader:
     Args:
         path: directory with config.json and safetensors files, or a GGUF file.
     Raises:
-        ModelError: there is no such directory, no usable config.json, or no safetensors weights.
+        ModelError: the directory does not exist, or has no valid config.json or no safetensors weights.
         CheckpointError: a weight file or the index is missing, truncated or inconsistent.
     Attributes:
         notes: remarks for the user, one sentence each.
@@ -78,7 +78,7 @@ class CheckpointReader:
         return reader
 
     def view(self, tensors: Mapping[str, TensorInfo], config: dict[str, Any], note: str) -> "CheckpointReader":
-        """Return a reader that presents the same files as another model.
+        """Return a reader that presents the same files as if they held a different model.
 
         Args:
             tensors: descriptions of that model's tensors, which refer to the same files, keyed by name.
@@ -119,7 +119,7 @@ class CheckpointReader:
         """Check that a tensor has the shape that follows from config.json, and that it exists if required.
 
         Raises:
-            CheckpointError: the tensor is missing or has another shape; the message names both shapes.
+            CheckpointError: the tensor is missing or has a different shape; the message names both shapes.
         """
         if name in self._tensors and (stored := self._tensors[name].shape) != shape:
             raise CheckpointError(f"{self.path}: tensor {name} has shape {stored}, but config.json says {shape}")

@@ -39,7 +39,7 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
 
 
 def check_pointers(folder: Path) -> None:
-    """Refuse files that make transformers load a vocabulary outside the folder, or another model.
+    """Refuse files that make transformers load a vocabulary outside the folder, or a different model.
 
     Args:
         folder: folder of the model.
@@ -48,8 +48,8 @@ def check_pointers(folder: Path) -> None:
     """
     if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
         raise ModelError(
-            f"{folder} has a model and an adapter_config.json, which makes transformers load another model; move the "
-            "adapter to a folder of its own, and give that folder as --adapter"
+            f"{folder} has a model and an adapter_config.json, which makes transformers load a different model; move "
+            "the adapter to a separate folder, and give that folder as --adapter"
         )
     try:
         settings = read_object(folder / "tokenizer_config.json", ModelError)

@@ -45,7 +45,7 @@ def load_tokenizer(folder: Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # many classes for missing and broken files, and Rust's panics are no Exception
+    except BaseException as error:  # many classes for broken files; Rust's panics are not Exceptions
         raise ModelError(f"{folder}: cannot load the tokenizer: {first_line(error)}") from error
 
     _check_growth(folder, getattr(tokenizer, "backend_tokenizer", None))

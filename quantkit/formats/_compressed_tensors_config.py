@@ -42,9 +42,9 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
         members.setdefault(scheme, []).append(name)
     has_zero_points = any(not scheme.weight.symmetric for scheme in members)
     if len(members) > 1 and has_zero_points:
-        # transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read such files, whoever wrote them; see below.
+        # transformers 5.23 with compressed-tensors 0.18 to 0.20 cannot read such files, whichever tool wrote them.
         raise SchemeError(
-            "transformers cannot load weights with zero points together with weights of another scheme; set "
+            "transformers cannot load weights with zero points together with weights of a different scheme; set "
             "weights.symmetric=true, or give all linears one scheme (ignoring some is fine), or set format=dense"
         )
     groups = {
@@ -175,7 +175,7 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise SchemeError(f"compressed-tensors rejects quantization_config: {reason}") from error
-    # Only what the file says counts: the classes have defaults of their own for the format and the status.
+    # Check only what the file says, because the classes have their own defaults for the format and the status.
     formats = [parsed.format] if "format" in section and parsed.config_groups else []
     formats += [group.format for group in parsed.config_groups.values() if group.format is not None]
     for name in map(_plain, formats):
@@ -226,7 +226,7 @@ def _linear_scheme(name: str, group: QuantizationScheme) -> LinearScheme:
         dtype=_dtype(name, weights), group_size=group_size, symmetric=weights.symmetric, block_rows=rows
     )
     scheme = LinearScheme(weight=weight, activation=None if inputs is None else _activation(name, inputs))
-    # Called for its error: a scheme that no format holds cannot be decoded either.
+    # Called because it raises an error if no format holds the scheme: then the scheme cannot be decoded either.
     find_layout(scheme)
     return scheme
 
@@ -268,7 +268,7 @@ def _pattern(target: str) -> str:
     if target == _LINEAR:
         return "*"
     if not target.startswith("re:"):
-        # Names are literal there, while a rule would read these characters as wildcards.
+        # The library takes names literally, but a rule would read these characters as wildcards.
         return target if not set(target) & set("*?[") else f"re:{re.escape(target)}"
-    # The library matches from the start of a name, a rule matches all of it.
+    # The library matches from the start of a name, but a rule must match the whole name.
     return f"re:(?:{target[3:]}).*"

@@ -21,7 +21,7 @@ def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None
         name: local name of the tensor.
         shape: required shape; None = any.
     Raises:
-        CheckpointError: the tensor is missing or has another shape.
+        CheckpointError: the tensor is missing or has a different shape.
     """
     if name not in tensors:
         raise CheckpointError(f"quantized linear has no tensor {name!r}; it has {', '.join(sorted(tensors)) or 'none'}")
@@ -38,7 +38,7 @@ def take_matrix(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) ->
     """Return a required matrix of any shape and one dtype: codes, or words of packed codes.
 
     Raises:
-        CheckpointError: the tensor is missing, is not a matrix, or has another dtype.
+        CheckpointError: the tensor is missing, is not a matrix, or has a different dtype.
     """
     tensor = take(tensors, name, None)
     if tensor.ndim != 2 or tensor.dtype != dtype:

@@ -65,15 +65,19 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
     tensors = {"weight": weight.codes.contiguous()} if is_fp8 else {"weight_packed": pack_fp4(weight.codes)}
     if weight.scheme.dtype.scale == "e8m0":
         exponents = torch.log2(weight.scale.to(torch.float64)) + _BIAS
-        # 255 stands for NaN in E8M0.
+        # In E8M0, 255 means NaN.
         if not torch.equal(exponents.round(), exponents) or bool(((exponents < 0) | (exponents > 254)).any()):
-            raise SchemeError(f"{name} stores powers of two as scales, but this weight has other scales")
+            raise SchemeError(
+                f"{name} stores powers of two as scales, which cannot represent all scales of this weight"
+            )
         return {**tensors, "weight_scale": exponents.to(torch.uint8)}
     if weight.global_scale is None:
         raise SchemeError(f"{name} needs a global scale and one scale per group, but this weight has no global scale")
     local = (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
     if not torch.equal(local.float() / weight.global_scale, weight.scale):
-        raise SchemeError(f"{name} stores 8-bit scales times a global scale, but this weight has other scales")
+        raise SchemeError(
+            f"{name} stores 8-bit scales times a global scale, which cannot represent all scales of this weight"
+        )
     return {**tensors, "weight_scale": local, "weight_global_scale": weight.global_scale}
 
 
@@ -101,7 +105,7 @@ def with_scales(
     else:
         scale = take(tensors, scale_name, (math.ceil(rows / scheme.block_rows), math.ceil(width / size)))
         scale = scale.repeat_interleave(min(scheme.block_rows, rows), dim=0)[:rows]
-    # If the last block is narrower, groups are not a view of the row, so an index tells each input's group.
+    # If the last block is narrower, groups are not a view of the row, so an index gives each input's group.
     index = None if width % size == 0 else torch.arange(width) // size
     return QuantizedTensor(codes=codes, scale=scale.contiguous(), zero_point=None, scheme=scheme, group_index=index)
 
@@ -109,7 +113,7 @@ def with_scales(
 def encode_unpacked(weight: QuantizedTensor) -> dict[str, Tensor]:
     """Return the codes unchanged, and the scales in the shape that `with_scales` reads."""
     rows = weight.scheme.block_rows
-    # All rows of a block have the same scales, so the first of them speaks for the block.
+    # All rows of a block have the same scales, so the scales of its first row suffice.
     scale = weight.scale[:1].reshape(1) if rows is None else weight.scale[::rows].contiguous()
     return {"weight": weight.codes.contiguous(), "weight_scale": scale}
 
@@ -128,7 +132,7 @@ def pack_fp4(codes: Tensor) -> Tensor:
 def fp4_indices(codes: Tensor) -> Tensor:
     """Convert FP4 values of any shape to uint8 nibbles: sign bit, then the index into 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     bits = codes.to(torch.float8_e4m3fn).view(torch.uint8)
-    # E4M3 has two more mantissa bits: there, FP4 neighbours from 1 on are 4 codes apart; 0.5 is 8 codes below 1.
+    # E4M3 has two more mantissa bits, so FP4 neighbours from 1 on are 4 E4M3 codes apart; 0.5 is 8 codes below 1.
     rank = ((bits & 0x7F) >> 2).clamp_min_(12) - 12
     return rank + (bits & 0x7F == 0x30) + ((bits & 0x80) >> 4)
 

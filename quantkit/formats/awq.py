@@ -32,7 +32,7 @@ _HALF = 8
 
 
 class AWQFormat(Format):
-    """The AWQ format. AutoRound writes this format too, under a `quant_method` of its own."""
+    """The AWQ format. AutoRound writes this format too, with its own `quant_method`."""
 
     name: ClassVar[str] = "awq"
     scale_name: ClassVar[str] = "scales"
@@ -50,7 +50,7 @@ class AWQFormat(Format):
                 "set weights.dtype=int4, or format=compressed-tensors"
             )
         if scheme.weight.symmetric:
-            raise SchemeError("awq stores zero points; set weights.symmetric=false, or format=gptq")
+            raise SchemeError("awq stores only weights with zero points; set weights.symmetric=false, or format=gptq")
         if shape[0] % 8:
             raise SchemeError(
                 f"awq needs a multiple of 8 outputs, but this linear has {shape[0]}; "

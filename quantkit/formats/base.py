@@ -39,7 +39,7 @@ class Format(ABC):
 
     # The name that users write, which is also the `quant_method` of config.json if there is one.
     name: ClassVar[str]
-    # Suffix of a format that is one file, with its dot; "" = a directory.
+    # File suffix, with the dot, of a format that is one file; "" = the format is a directory.
     suffix: ClassVar[str] = ""
 
     is_written: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class Format(ABC):
     is_recipe_format: ClassVar[bool] = True
     # Whether `decode` gives back exactly what `encode` was given; false if only the values are stored.
     keeps_codes: ClassVar[bool] = True
-    # Whether groups may be formed in another order than that of the inputs.
+    # Whether groups may be formed in an order that differs from that of the inputs.
     holds_group_index: ClassVar[bool] = False
     holds_activations: ClassVar[bool] = False
     # Whether its loaders support linears whose weight the model keeps as (K, N), or need no support for them.
@@ -56,7 +56,7 @@ class Format(ABC):
     describes_cache: ClassVar[bool] = True
     fuses: ClassVar[bool] = True  # whether readers fuse linears that share their inputs, which then need one scheme
     holds_cache_scales: ClassVar[bool] = False
-    # Entries of config.json that describe the quantized weights, all alike.
+    # Entries of config.json that describe the quantized weights; all have the same contents.
     section_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
     # Entry of `quantization_config` that asks loaders to decode the weights while loading; "" = there is none.
     decode_key: ClassVar[str] = ""
@@ -112,8 +112,8 @@ class Format(ABC):
         return ()
 
     def shape(self, shapes: Shapes, scheme: LinearScheme, read: Read | None = None) -> tuple[int, int] | None:
-        """Return (N, K) of a linear from the shapes of its tensors; None if these do not determine it. Without `read`,
-        K may include the padding of the last word.
+        """Return (N, K) of a linear from the shapes of its tensors; None if the shapes do not determine it. Without
+        `read`, K may include the padding of the last word.
 
         Args:
             shapes: shapes of the tensors of the linear, keyed by local name.
@@ -203,7 +203,7 @@ class Format(ABC):
         Args:
             linears: scheme of each quantized linear, keyed by full module name.
             ignored: full names of linears that are not quantized, including the output head; a name that ends with a
-                dot means all linears below that module, also those that loaders fuse under other names.
+                dot means all linears below that module, including those that loaders fuse under other names.
             group_order: whether some linear has groups in activation order; only formats with `holds_group_index`
                 support that.
             decode_at_load: ask loaders to decode the weights while loading, if the format has an entry for that.
@@ -233,7 +233,7 @@ class Format(ABC):
         """Check that config.json, as a loader reads it, gives each linear the scheme that it was quantized with.
 
         Raises:
-            AuditError: a linear has another scheme in config.json; the message names the linear.
+            AuditError: a linear has a different scheme in config.json; the message names the linear.
         """
         scheme = self.recognise(config)
         if scheme is None:

@@ -63,7 +63,7 @@ class BitsAndBytes(Format):
             weight = WeightScheme(dtype=INT8)
         else:
             raise SchemeError("quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
-        # transformers leaves the head as it is unless told otherwise.
+        # By default, transformers does not quantize the head.
         return Scheme(default=LinearScheme(weight=weight), rules=(Rule(pattern="lm_head", linear=None),))
 
 

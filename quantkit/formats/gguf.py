@@ -7,7 +7,7 @@
     asymmetric int4               Q4_1   minimum = -(zero point + 8) * scale, if exact in float16
     asymmetric int2, int3         Q4_0   code - zero point
     asymmetric int4 otherwise     Q5_0   code - zero point
-    mxfp4                         MXFP4  the same numbers in another order
+    mxfp4                         MXFP4  the same numbers in a different order
     q4_1, q5_1, q2_k to q6_k      the block of that name, with the scales and minimums of its groups
 
 A GGUF file cannot hold an incomplete model, so a run first writes a folder from which it can resume. The folder is in
@@ -93,7 +93,7 @@ class GGUFFormat(CompressedTensorsFormat):
 
     def linear_bytes(self, scheme: LinearScheme, out_features: int, in_features: int, scale_bytes: int) -> int:
         weight = scheme.weight
-        # Asymmetric int4 becomes Q5_0 if float16 cannot hold a minimum, which only the weights tell; so count Q5_0.
+        # Asymmetric int4 becomes Q5_0 if float16 cannot hold a minimum. Only the weights tell, so count Q5_0.
         wide = not weight.symmetric and weight.dtype.name == "int4"
         values, size = _block_size("Q5_0" if wide else self.symmetric_block(weight))
         return out_features * in_features // values * size
@@ -126,7 +126,7 @@ class GGUFFormat(CompressedTensorsFormat):
         return Format.check_model(self, family, layers)  # loaders of compressed-tensors never see the folder
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
-        blocks = self.blocks(weight)[1]  # so that a scale that does not fit is found at the first layer, not at the end
+        blocks = self.blocks(weight)[1]  # a scale that does not fit raises an error here, not at the end of the run
         if scheme.weight.dtype.block is not None:
             return {f"weight_{scheme.weight.dtype.name}": blocks}
         return super().encode(weight, scheme)

@@ -240,7 +240,7 @@ def _rule(expression: Any, changes: Any, section: Mapping[str, Any]) -> Rule:
     if sign not in ("+", "-"):
         sign, pattern = "+", expression
     name = re.sub(r"\\(.)", r"\1", pattern[1:-1])
-    # A plain name, as quantkit writes it, stays a name and counts as no expression: there may be one per linear.
+    # A plain name, as quantkit writes it, stays a name, because expressions are limited in number.
     full = name if is_exact(name) and pattern == _exactly(name) else f"re:(?:{pattern}).*"
     return Rule(pattern=full, linear=None if sign == "-" else LinearScheme(weight=_weight(section, changes)))
 

@@ -12,8 +12,8 @@ Groups have 32, 64 or 128 inputs. The scale of a larger group, or of a whole row
 config.json has the most common bits and group size under `quantization`; linears that differ and unquantized linears
 (`false`) follow by name. mlx-lm writes the same entry as `quantization_config`, without a `quant_method`.
 
-quantkit reads such files if all biases are whole multiples of their scales, which is not so in files that mlx-lm
-quantized itself. Not supported: the modes mxfp4, mxfp8 and nvfp4.
+quantkit reads such files if all biases are whole multiples of their scales, which is not the case in files that
+mlx-lm quantized itself. Not supported: the modes mxfp4, mxfp8 and nvfp4.
 Shapes: N outputs, K inputs, G scales per row, b bits.
 Source: MLX `mlx/ops.cpp` (affine_dequantize), `mlx/backend/cpu/quantized.cpp`, `python/mlx/nn/layers/quantized.py`;
 mlx-lm `mlx_lm/utils.py` (load_model, quantize_model).
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _BITS = (2, 3, 4, 5, 6, 8)
 _KEY = "quantization"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-# Model types of which tiny models gave our logits in mlx-lm 0.32.2; those that did so with a sliding window; and types
-# of position embeddings that did.
+# Tested with tiny models, which gave the same logits in mlx-lm 0.32.2 as in quantkit: model types, model types with a
+# sliding window, and types of position embeddings.
 _COMPARED = frozenset(
     {"cohere", "cohere2", "ernie4_5", "gemma", "gemma3_text", "glm4", "granite", "helium", "hunyuan_v1_dense", "llama"}
     | {"mistral", "mixtral", "nemotron", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "seed_oss"}
@@ -80,10 +80,10 @@ class MLXFormat(Format):
         if weight.group_size not in self.group_sizes:
             raise SchemeError(
                 f"mlx has groups of 32, 64 or 128 inputs, and {weight.describe()} with {shape[1]} inputs "
-                "cannot be divided into these"
+                "cannot be divided into such groups"
             )
         if weight.symmetric:
-            raise SchemeError("mlx stores a bias per group, so a weight has zero points; set weights.symmetric=false")
+            raise SchemeError("mlx stores a bias per group, so weights need zero points; set weights.symmetric=false")
 
     def check_model(self, family: "Family", layers: Sequence[Mapping[str, LinearScheme]]) -> tuple[str, ...]:
         super().check_model(family, layers)
@@ -174,12 +174,12 @@ def _check_experts(schemes: Mapping[str, LinearScheme | None]) -> None:
         stack = _EXPERT.sub(".experts.*.", name)
         if stack != name and stacks.setdefault(stack, scheme) != scheme:
             raise SchemeError(
-                f"mlx-lm stacks the experts of a layer, so {stack} needs one scheme; use one recipe for all"
+                f"mlx-lm stacks the experts of a layer, so {stack} needs one scheme; use the same for all experts"
             )
 
 
 def check_model_type(config: Mapping[str, Any]) -> None:
-    """Refuse models whose results in mlx-lm were not compared with ours, or differed.
+    """Refuse models whose results in mlx-lm were not compared with quantkit's, or differed from them.
 
     Raises:
         SchemeError: the message names the entry of config.json.
@@ -187,14 +187,14 @@ def check_model_type(config: Mapping[str, Any]) -> None:
     name = config.get("model_type")
     if name not in _COMPARED:
         raise SchemeError(
-            f"model_type {name!r} was not compared with mlx-lm, or gave other results there; compared: "
+            f"model_type {name!r} was not compared with mlx-lm, or gave different results there; compared: "
             f"{', '.join(sorted(_COMPARED))}"
         )
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     is_used = config.get("use_sliding_window", True) and name not in _WINDOWED
     if is_used and isinstance(window, int) and not (isinstance(longest, int) and longest <= window):
         raise SchemeError(
-            f"mlx-lm ignores sliding_window {window} of model_type {name!r}, so longer texts would give other results"
+            f"mlx-lm ignores sliding_window {window} of model_type {name!r}, so results for longer texts would differ"
         )
     for rope in _ropes(config):
         kind = rope.get("rope_type") or rope.get("type") or "default"

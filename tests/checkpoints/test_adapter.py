@@ -156,9 +156,9 @@ def of_layers(tensors, layers):
 def test_an_adapter_of_the_first_layers_only_is_doubted(tmp_path, reader, tensors):
     assert reader.config["num_hidden_layers"] == 4
     adapter = read_adapter(write_adapter(tmp_path / "sql", of_layers(tensors, "01")), reader)
-    assert adapter.warnings == ("adapter sql covers layers 0 to 1 of 4: is it trained for another base?",)
+    assert adapter.warnings == ("adapter sql covers layers 0 to 1 of 4; it may have been trained for a different base",)
     first = read_adapter(write_adapter(tmp_path / "sql", of_layers(tensors, "0")), reader)
-    assert first.warnings == ("adapter sql covers layer 0 of 4: is it trained for another base?",)
+    assert first.warnings == ("adapter sql covers layer 0 of 4; it may have been trained for a different base",)
     for layers, config in (("0123", {}), ("23", {}), ("02", {}), ("01", {"layers_to_transform": [0, 1]})):
         folder = write_adapter(tmp_path / "other", of_layers(tensors, layers), **config)
         assert read_adapter(folder, reader).warnings == (), layers

@@ -177,5 +177,5 @@ def test_every_failure_of_the_hub_is_one_line(monkeypatch, error):
     with pytest.raises(ModelError) as caught:
         resolve("org/model")
     assert "\n" not in str(caught.value)
-    assert "'org/model' is not a directory here" in str(caught.value)
+    assert "'org/model' is not a local directory" in str(caught.value)
     assert "give a directory" in str(caught.value)

@@ -274,7 +274,7 @@ def test_unknown_names(loud_llama, adapters):
 
 def test_an_adapter_that_covers_only_the_first_layers_is_noted(loud_llama, adapters, tmp_path, caplog):
     first = make_adapter(tmp_path / "first", loud_llama, ("layers.0.self_attn.q_proj",))
-    told = "adapter first covers layer 0 of 2: is it trained for another base?"
+    told = "adapter first covers layer 0 of 2; it may have been trained for a different base"
     notes = LLM(loud_llama, threads=1, adapters={"sql": first}).notes
     assert told in notes
     assert any(note.startswith("adapter sql: folder first, rank 4, 1 linear, SHA-256 ") for note in notes)

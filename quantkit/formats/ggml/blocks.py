@@ -25,7 +25,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 PLAIN = {Block.F64: torch.float64, Block.F32: torch.float32, Block.F16: torch.float16, Block.BF16: torch.bfloat16}
 PLAIN |= {Block.I64: torch.int64, Block.I32: torch.int32, Block.I16: torch.int16, Block.I8: torch.int8}
-# From codes to the unsigned numbers of a block; those of Q8_0 are two's complement.
+# Numbers to add to codes to get the unsigned numbers of a block; Q8_0 stores two's complement.
 _OFFSETS = {Block.Q4_0: 8, Block.Q4_1: 0, Block.Q5_0: 16, Block.Q6_K: 32, Block.Q8_0: 0}
 
 
@@ -41,7 +41,7 @@ def num_bytes(block: Block, shape: Sequence[int]) -> int:
 
 
 def round_to_blocks(values: Tensor, block: Block, importance: Tensor | None = None) -> Tensor:
-    """Round rows of values to blocks of a type: by ggml's rounding, or for K-quants by quantkit's own search.
+    """Round rows of values to blocks of a type, by ggml's rounding or, for K-quants, by quantkit's own search.
 
     Args:
         values: (..., K), any float dtype; K must be a multiple of the block's values.
@@ -74,7 +74,7 @@ def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tenso
     if not data.numel():
         return torch.empty(*shape)  # the package cannot reshape an empty array
     try:
-        # A damaged file may hold scales that are no numbers, about which numpy would warn.
+        # Scales in a damaged file may be NaN, about which numpy would warn.
         with np.errstate(all="ignore"):
             values = gguf.dequantize(data.reshape(-1, gguf.GGML_QUANT_SIZES[block][1]).numpy(), block)
     except NotImplementedError:
@@ -92,7 +92,7 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         block: the type chosen.
         data: (N, bytes per row) uint8.
     Raises:
-        SchemeError: a scale is not exact in float16, or groups are in activation order.
+        SchemeError: float16 cannot represent a scale exactly, or groups are in activation order.
     """
     if weight.group_index is not None:
         raise SchemeError("gguf cannot store groups in activation order; set steps.gptq.act_order=weight")
@@ -134,7 +134,7 @@ def _exact_half(scale: Tensor) -> Tensor:
     # Compared in float64, which holds every value of both types.
     if not torch.equal(half.to(torch.float64), scale.to(torch.float64)) or not bool(torch.isfinite(half).all()):
         raise SchemeError(
-            "gguf stores scales in float16, and a scale of this weight is not exact in float16; "
+            "gguf stores scales in float16, which cannot represent all scales of this weight exactly; "
             "quantize with --format gguf"
         )
     return half

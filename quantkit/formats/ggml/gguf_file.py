@@ -227,7 +227,7 @@ def _read(cursor: _Cursor) -> GGUFFile:
     if cursor.take(4, "the magic") != GGUF_MAGIC:
         raise cursor.error("the file does not begin with GGUF")
     version = cursor.unpack("I", "the version")
-    # Version 1 counts in 32 bits where later ones have 64.
+    # Version 1 has 32-bit counts; later versions have 64-bit counts.
     if version not in (2, 3):
         raise cursor.error(f"GGUF version {version} is not supported; supported: 2, 3")
     # Fewest bytes of a tensor: length of the name, dimensions, type, offset. Of an entry: length, type and one byte.

@@ -1,7 +1,7 @@
-"""Importance matrices of llama.cpp: sums of each matrix's squared inputs, as a GGUF file or in the older `.dat` form.
+"""Importance matrices of llama.cpp: sums of each matrix's squared inputs, as a GGUF file or in the older `.dat` format.
 
 A GGUF file has two float32 tensors for each matrix, `NAME.in_sum2` (E, K) and `NAME.counts` (E, 1); E is the number of
-experts, or 1. quantkit reads the older form, but does not write it:
+experts, or 1. quantkit reads the older format, but does not write it:
 
     | entries i32 | entry ... | chunks i32 | length i32 | name of the data set |
     entry: | length i32 | name | calls i32 | values i32 | values f32, each the mean times the calls |
@@ -47,12 +47,12 @@ class ImportanceMatrix:
 
 
 def read_imatrix(path: Path) -> ImportanceMatrix:
-    """Read an importance matrix in either form.
+    """Read an importance matrix from a GGUF file or a `.dat` file.
 
     Args:
         path: path of the file.
     Raises:
-        CheckpointError: the file is missing, damaged, or no importance matrix.
+        CheckpointError: the file is missing, damaged, or not an importance matrix.
     """
     with opened(path) as file:
         magic = file.read(len(GGUF_MAGIC))
@@ -60,7 +60,7 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
     for name, mean in matrix.means.items():
         if not bool(torch.isfinite(mean).all()) or bool((mean < 0).any()):
             raise CheckpointError(
-                f"{path}: {shorten(name)} has a value that is negative or not finite; make the importance matrix again"
+                f"{path}: {shorten(name)} has a negative or non-finite value; compute the importance matrix again"
             )
     return matrix
 
@@ -95,16 +95,16 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:
 def _from_gguf(file: GGUFFile) -> ImportanceMatrix:
     names = [name.removesuffix(_SUM) for name in file.tensors if name.endswith(_SUM)]
     if not names:
-        raise CheckpointError(f"{file.path} has no tensor {'NAME' + _SUM!r}, so it is no importance matrix")
+        raise CheckpointError(f"{file.path} has no tensor {'NAME' + _SUM!r}, so it is not an importance matrix")
     means, counts = {}, {}
     for name in names:
         total, count = (_matrix(file, f"{name}{suffix}") for suffix in (_SUM, _COUNT))
         if count.numel() not in (1, len(total)):
             raise CheckpointError(
                 f"{file.path}: {shorten(name)} has {len(total)} rows of sums and {count.numel()} counts; "
-                "make the importance matrix again"
+                "compute the importance matrix again"
             )
-        # An expert that no token reached has no statistics: all of its inputs count alike.
+        # An expert that no token reached has no statistics, so all its inputs get the same weight.
         count = count.reshape(-1, 1).expand(len(total), 1)
         means[name] = torch.where(count > 0, total / count.clamp(min=1), torch.ones_like(total))
         counts[name] = count.reshape(-1).contiguous()
@@ -121,7 +121,7 @@ def _matrix(file: GGUFFile, name: str) -> Tensor:
     """Read a float32 tensor as a matrix: the last dimension stays, and all others become rows."""
     info = file.tensors.get(name)
     if info is None or info.block != Block.F32 or not info.num_bytes:
-        raise CheckpointError(f"{file.path} has no float32 tensor {shorten(name)}; make the importance matrix again")
+        raise CheckpointError(f"{file.path} has no float32 tensor {shorten(name)}; compute the importance matrix again")
     data = bytearray(b"".join(file.chunks(name)))
     return torch.frombuffer(data, dtype=torch.float32).view(-1, info.shape[-1] if info.shape else 1)
 
@@ -134,7 +134,7 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
     def take(size: int) -> bytes:
         nonlocal position
         if not 0 <= size <= len(data) - position:
-            raise CheckpointError(f"{path} is no importance matrix, or is truncated at byte {position}")
+            raise CheckpointError(f"{path} is not an importance matrix, or is truncated at byte {position}")
         position += size
         return data[position - size : position]
 
@@ -148,11 +148,11 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
         values = torch.frombuffer(bytearray(take(4 * size)), dtype=torch.float32) if size > 0 else torch.empty(0)
         if calls < 1 or not len(values):
             raise CheckpointError(
-                f"{path}: {shorten(name)} has {calls} calls and {size} values; make the importance matrix again"
+                f"{path}: {shorten(name)} has {calls} calls and {size} values; compute the importance matrix again"
             )
         means[name], counts[name] = values.view(1, -1) / calls, torch.tensor([float(calls)])
     if not means:
-        raise CheckpointError(f"{path} is no importance matrix: it has no entries")
+        raise CheckpointError(f"{path} is not an importance matrix: it has no entries")
     source = ""
     if position < len(data):
         number()  # chunks

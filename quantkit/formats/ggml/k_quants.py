@@ -36,8 +36,8 @@ def round_to_k_blocks(values: Tensor, dtype: DType, importance: Tensor | None = 
     Args:
         values: (M, values of a block) float32.
         dtype: a type of ggml.
-        importance: weights of the squared errors, >= 0, of the same shape. As in ggml, they are multiplied by a factor
-            that grows with each value's size within its block. None = weights depend only on the sizes of the values.
+        importance: weights of the squared errors, >= 0, shaped like `values`. As in ggml, they are multiplied by a
+            factor that grows with each value's size within its block. None = weights depend only on sizes of values.
     Returns:
         (M, bytes of a block) uint8.
     """
@@ -71,9 +71,10 @@ def pack_blocks(codes: Tensor, blocks: Blocks, dtype: DType) -> Tensor:
 
 
 def pack_fields(name: str, codes: Tensor, blocks: Blocks) -> Tensor:
-    """Pack the unsigned codes (M, values of a block) of a type, in lower case as in the table above: (M, bytes) uint8.
+    """Pack the unsigned codes (M, values of a block) of a type into blocks: (M, bytes) uint8.
 
-    Types without sub-blocks ignore the scales in `blocks`: their scale is the step.
+    `name` is a type of the table above, in lower case. Types without sub-blocks ignore the scales in `blocks`: their
+    scale is the step.
     """
     return torch.cat([part.to(torch.uint8) for part in _PACK[name](codes.to(torch.uint8), blocks)], dim=1)
 

@@ -146,7 +146,7 @@ def test_a_wrong_key_is_refused_in_one_line(changes, says):
 def test_zero_points_beside_another_scheme_are_refused(tmp_path):
     model = make_mtp_model(tmp_path / "model", "qwen3_5_text")
     changes = {**SMALL, "weights.symmetric": False}
-    with pytest.raises(SchemeError, match="zero points together with weights of another scheme"):
+    with pytest.raises(SchemeError, match="zero points together with weights of a different scheme"):
         quantkit.quantize(model, "rtn-int4", tmp_path / "out", overrides=changes)
 
 

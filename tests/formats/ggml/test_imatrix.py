@@ -65,7 +65,7 @@ def test_every_truncation_of_the_older_form_is_refused(tmp_path):
     complete = len(data) - 13  # the name of the text is optional
     for size in (*range(complete), *range(complete + 1, len(data))):
         (tmp_path / "b.dat").write_bytes(data[:size])
-        with pytest.raises(CheckpointError, match=r"truncated|no importance matrix"):
+        with pytest.raises(CheckpointError, match=r"truncated|not an importance matrix"):
             read_imatrix(tmp_path / "b.dat")
     (tmp_path / "b.dat").write_bytes(data[:complete])
     assert read_imatrix(tmp_path / "b.dat").data == ""
@@ -82,7 +82,7 @@ def test_other_files_are_refused(tmp_path):
         write_gguf_file(tmp_path / "a.gguf", {"general.architecture": "x"}, tensors, contents)
         return tmp_path / "a.gguf"
 
-    with pytest.raises(CheckpointError, match="so it is no importance matrix"):
+    with pytest.raises(CheckpointError, match="so it is not an importance matrix"):
         read_imatrix(written({"a": (Block.F32, (1,))}, [[b"\0" * 4]]))
     with pytest.raises(CheckpointError, match=r"no float32 tensor 'a\.counts'"):
         read_imatrix(written({"a.in_sum2": (Block.F32, (1, 1))}, [[b"\0" * 4]]))
@@ -90,7 +90,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="3 rows of sums and 2 counts"):
         read_imatrix(written(two, [[b"\0" * 12], [b"\0" * 8]]))
     negative = [[struct.pack("<f", -1)], [struct.pack("<f", 1)]]
-    with pytest.raises(CheckpointError, match="negative or not finite"):
+    with pytest.raises(CheckpointError, match="negative or non-finite"):
         read_imatrix(written({"a.in_sum2": (Block.F32, (1, 1)), "a.counts": (Block.F32, (1, 1))}, negative))
     with pytest.raises(CheckpointError, match="cannot read"):
         read_imatrix(tmp_path / "none")
