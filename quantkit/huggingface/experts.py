@@ -134,7 +134,7 @@ def _activated(fused: Any, interleaved: bool, gate: Tensor, up: Tensor) -> Tenso
 
 
 def rebuild_layer(layer: nn.Module, family: Family) -> None:
-    """Replace stacked experts and transposed linears by `nn.Linear` modules, and rename modules as in checkpoints.
+    """Replace stacked experts and transposed linears with `nn.Linear` modules, and rename modules as in checkpoints.
 
     Args:
         layer: layer on the meta device, which is modified.

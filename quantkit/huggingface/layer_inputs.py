@@ -62,7 +62,7 @@ class Recorder(nn.Module):
 
         Raises:
             _Recorded: this is the last recorder.
-            _OtherShape: the hidden states do not have the shape of the first recorder's.
+            _OtherShape: the hidden states differ in shape from those of the first recorder.
         """
         arguments = {**dict(zip(self._names, given, strict=False)), **named}
         hidden = arguments.pop(self._names[0])
@@ -85,7 +85,7 @@ class Recorder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Models ask their layers for facts, such as the kind of attention that decides about the mask.
+            # Models read attributes of their layers, such as the kind of attention that determines the mask.
             return getattr(self.__dict__["_layer"][0], name)
 
 
@@ -133,7 +133,7 @@ def _pass(
 ) -> list[Recorder]:
     owner, _, leaf = layers.rpartition(".")
     parent, originals = model.get_submodule(owner), model.get_submodule(layers)
-    assert isinstance(originals, nn.ModuleList), f"{layers} is no list"
+    assert isinstance(originals, nn.ModuleList), f"{layers} is not a list"
     shape = [next(iter(inputs.values())).shape[:2]]
     last = max(computed) + 1 if computed else len(originals) - 1
     recorders = [
@@ -188,7 +188,7 @@ def config_and_class(reader: CheckpointReader) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for name in reader.config.get("architectures") or ():
         kind = getattr(transformers, str(name), None)
-        # A class for another kind of config, a wrapper's for instance, would look for entries that are not there.
+        # A class for a different kind of config, e.g. that of a wrapper, would look for entries that are missing.
         if getattr(kind, "config_class", None) is type(config):
             return config, kind
     return config, transformers.AutoModelForCausalLM

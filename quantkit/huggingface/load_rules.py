@@ -26,7 +26,7 @@ from quantkit.huggingface.names import Destination, Renaming, find_stored_names
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import common_owner
 
-_TOLERANCE = 0.01  # relative error of a rule's result; the rule may compute in another dtype
+_TOLERANCE = 0.01  # relative error of a rule's result; the rule may compute in a different dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +98,7 @@ class Problems:
 
 
 class CannotLoad(ModelError):
-    """The installed transformers cannot load this model class in this quantized format, whatever tool wrote it."""
+    """The installed transformers cannot load this model class in this quantized format, whichever tool wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +177,8 @@ class HfLoader:
 
         Args:
             tensors: tensors of the checkpoint, by name.
-            sample: returns the tensor with this name, or another one of the same kind in its place.
-            decoded: returns, for a quantized module, the name that its weight has in an unquantized checkpoint, and the
+            sample: returns the tensor with this name, or instead a different tensor of the same kind.
+            decoded: returns the name that the weight of a quantized module has in an unquantized checkpoint, and the
                 decoded sample.
         Raises:
             ModelError: this version of transformers does not expose its rules.
@@ -340,7 +340,7 @@ def _paths_read(kind: type) -> tuple[str, ...]:
 
 
 def with_tower_names(family: Family, reader: CheckpointReader) -> Family:
-    """Return the family with the names in files of all the model's tensors, including those outside the language model.
+    """Return the family with the stored names of all tensors, including those outside the language model.
 
     Args:
         family: family of the model.

@@ -56,7 +56,7 @@ class Renaming:
 
     @classmethod
     def of(cls, model: nn.Module, quantizer: Any = None) -> "Renaming | None":
-        """Return the rules of a model and of its quantizer; None for transformers before 5, which has no such rules."""
+        """Return the rules of a model and of its quantizer; None for transformers before version 5, which has none."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import rename_source_key  # noqa: F401
@@ -124,7 +124,7 @@ class Renaming:
         return next(rule for rule in self.rules[::-1] if first.pattern in rule.source_patterns)
 
     def expert_names(self, target: str) -> list[str]:
-        """Return the names in files of one expert's linears, e.g. `w1` and `w3`, in the order that `target` joins them.
+        """Return the names in files of one expert's linears, e.g. `w1` and `w3`, in the order of `target`.
 
         The list is empty if no rule joins experts to `target`.
         """
@@ -164,7 +164,7 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
 
 
 def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
-    """Whether a stored tensor is one expert's part of a stacked tensor; quantkit treats it as a linear of its own.
+    """Whether a stored tensor is one expert's part of a stacked tensor; quantkit treats it as a separate linear.
 
     False if files number the experts of several modules consecutively, as Ernie does for text and images.
     """
@@ -177,7 +177,7 @@ def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
 
 
 def _modules(renaming: Renaming, tensors: Mapping[str, str]) -> dict[str, str]:
-    """Map module names in the model to names in files, for modules whose codes are renamed in the way of the weight."""
+    """Map module names in the model to names in files, for modules whose codes are renamed like the weight."""
     pairs = {own.removesuffix(".weight"): name.removesuffix(".weight") for own, name in tensors.items()
              if own != name and own.endswith(".weight") and name.endswith(".weight")}  # fmt: skip
     asked = renaming.destinations([f"{stored}.{leaf}" for stored in pairs.values() for leaf in _COMPANIONS])

@@ -31,7 +31,7 @@ from quantkit.huggingface.load_rules import tower_linears
 from quantkit.models.family import Family
 from quantkit.models.linear_sets import LinearSet
 
-# Number of batch shapes whose arguments are cached; in a set of chats, every sample may have another length.
+# Number of batch shapes whose arguments are cached; in a set of chats, every sample may have a different length.
 _MOST_SHAPES = 256
 
 
@@ -159,7 +159,7 @@ class Skeleton:
         """Check that the checkpoint has every parameter of every layer and the embedding, with the right shape.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape; the message gives name and shapes.
+            CheckpointError: a tensor is missing or has a different shape; the message gives its name and both shapes.
         """
         expected = {f"{self.family.embedding}.weight": self._embedding().get_parameter("weight").shape}
         for index in range(self.num_layers):
@@ -173,7 +173,7 @@ class Skeleton:
         return name if name in self.reader else self._tied.get(name, name)
 
     def is_shared(self, index: int, module: str) -> bool:
-        """Whether another layer shares the weight of this module (relative name)."""
+        """Whether `module`, relative to layer `index`, shares its weight with a different layer."""
         name = f"{self.layer_name(index)}.{module}.weight"
         return name in self._tied or name in self._tied.values()
 
@@ -202,8 +202,8 @@ class Skeleton:
             CheckpointError: the tensor contains NaN or infinity.
         """
         value = self.reader.tensor(self._stored(full))
-        # Report it here, with its name: in the calibration of later layers, nobody can tell where a NaN came from.
-        # By minimum and maximum, because `isfinite` of each number takes several copies of the tensor.
+        # Report the tensor by name here: during calibration of later layers, nobody can tell where a NaN came from.
+        # Check the minimum and maximum, because `isfinite` of each number takes several copies of the tensor.
         if value.is_floating_point() and value.numel() and not all(map(torch.isfinite, value.aminmax())):
             bad = int((~torch.isfinite(value)).sum())
             raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
@@ -298,7 +298,7 @@ class Skeleton:
         return recorder.hidden, recorder.arguments
 
     def hand_on(self) -> None:
-        """From now on, let the model's own forward call the layers; see `Family.hands_on`."""
+        """Make all later calls run the layers through the model's own forward; see `Family.hands_on`."""
         self.family = replace(self.family, hands_on=True)
         self._arguments.clear()
 
@@ -371,7 +371,7 @@ class Skeleton:
                 module.weight = weight
 
     def _with_rows(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Load the embedding rows of the requested tokens into a table, and replace token ids by row indices."""
+        """Load the embedding rows of the requested tokens into a table, and replace token ids with row indices."""
         used, rows = torch.unique(args[0], return_inverse=True)
         module.__dict__["padding_idx"] = None  # an index of the full table, not of these rows
         set_parameter(module, "weight", self.reader.gather_rows(name, used.flatten()).to(self.dtype))

@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.errors import ModelError
 
-# Other names of an entry in all families; the first name in config.json applies. `Family.keys` adds a family's own.
+# Alternative names of entries in all families; the first in config.json applies. `Family.keys` adds a family's own.
 ALIASES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -102,7 +102,7 @@ class ConfigReader:
         """Return a whole number.
 
         Raises:
-            ModelError: the entry has no default and is missing, or is not a whole number, too small or too large.
+            ModelError: the entry has no default and is missing, or is not a whole number, or is too small or too large.
         """
         value, at_most = self._required(key, default), _AT_MOST.get(key, (1 << 32) - 1)
         # Not isinstance, which accepts JSON's `true` as the integer 1.

@@ -24,7 +24,7 @@ class ExpertsShape:
         num_experts: experts per layer.
         num_chosen: experts per token.
         width: intermediate size of an expert.
-        normalize: whether the scores of the chosen experts are normalized to sum 1.
+        normalize: whether the scores of the chosen experts are normalized to sum to 1.
         shared_width: total intermediate size of the shared experts; None = no shared experts.
         scoring: function that converts router logits to scores.
         num_groups, chosen_groups: number of expert groups, and number of best groups from which experts are chosen.
@@ -170,7 +170,7 @@ def describe(config: Mapping[str, Any], family: Family, where: str = "config.jso
         family: family of the model.
         where: name of the file in messages.
     Raises:
-        ModelError: a key is missing, has the wrong type, or contradicts another.
+        ModelError: a key is missing, has the wrong type, or contradicts a different key.
     """
     return ModelDescription(**description_fields(ConfigReader(config, family.defaults, family.keys, where), family))
 

@@ -24,12 +24,12 @@ class Parts:
         input_norm: norm before attention.
         attention_norm: norm of attention's output, before it is added to the residual stream.
         mlp_norm: norm before the MLP; None = the MLP reads the same input as attention (parallel residual).
-        parallel_mlp_norm: whether `mlp_norm` exists also with a parallel residual.
+        parallel_mlp_norm: whether `mlp_norm` also exists with a parallel residual.
         output_norm: norm of the MLP's output, before it is added to the residual stream.
         qkv: query, key and value projections, or one fused projection.
         qkv_by_head: whether the rows of the fused projection are q, k, v of head 0, then q, k, v of head 1, ...;
             otherwise, they are all rows of q, then all of k, then all of v.
-        qkv_blocks: number of blocks of the fused projection; a block is queries, as many values, then keys; 0 = none.
+        qkv_blocks: number of blocks of the fused projection; a block has queries, then values, then keys; 0 = none.
         gated_query: whether the rows that follow each head's query compute a gate for the head's attention output.
         output: output projection of attention.
         up: first linears of the MLP: gate and up, one fused linear (gate first), or one linear without a gate.
@@ -75,7 +75,7 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Rule for which layers attend only to the last `sliding_window` tokens; `layer_types` overrides all but "all".
+    """Rule for which layers see only the last `sliding_window` tokens; `layer_types` overrides every rule except "all".
 
     Args:
         rule: layers with a window: "all"; "listed" = all unless `layer_types` exists; "pattern" = all but every n-th;
@@ -135,7 +135,7 @@ class Multipliers:
         root_embedding: whether embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
         embedding, residual, logits: multipliers of embeddings, of outputs added to the residual stream, of logits.
         logits_divisor: divisor of the logits.
-        attention, attention_root: the attention scale, or a number whose -1/2 power is the scale; without both, the
+        attention, attention_root: the attention scale, or a number whose -1/2 power is the scale; without either, the
             scale is head_dim ** -0.5.
         attention_softcap, logits_softcap: c in c * tanh(x / c).
         clip: maximum absolute value of queries, keys and values.
@@ -160,14 +160,15 @@ class Experts:
     Args:
         router: linear that scores the experts.
         up, down: linears of an expert; `up` has the gate and the up projection, in this order, or up alone.
-        gated: whether an expert, also the shared one, computes act(gate) * up.
+        gated: whether each expert, including the shared one, computes act(gate) * up.
         stacked_up, stacked_down: tensors that stack these linears of all experts, (E, 2I, H) and (E, H, I).
         transposed: whether the stacked tensors are (E, H, 2I) and (E, I, H) instead.
         interleaved: whether rows of gate and up alternate in `stacked_up`.
         width: key of an expert's intermediate size.
-        normalize: whether the scores of the chosen experts are normalized to sum 1; a key or a constant.
+        normalize: whether the scores of the chosen experts are normalized to sum to 1; a key or a constant.
         bias: whether experts and router have biases.
-        shared_up, shared_down: linears of the shared expert. shared_gate: linear that computes the expert's weight.
+        shared_up, shared_down: linears of the shared expert.
+        shared_gate: linear that computes the weight of the shared expert's output.
         shared_width: key of the shared expert's intermediate size; None = `n_shared_experts` times an expert's size.
         smooth_down: whether the last linear in `up` can absorb a smoothing scale of the input of `down`.
         balance: per-expert bias that balances how often experts are chosen.
@@ -254,7 +255,7 @@ class Family:
         stored_names: names of tensors in files, if a loader renames more than the prefix of the backbone.
         published: function from tensor names in files to `StoredNames`, or to None if files use transformers' names.
         stored_prefix: prefix of the backbone's tensors in files, if it differs from `backbone`.
-        hands_on: whether the model itself must run the layers: they exchange more than hidden states or read token ids.
+        hands_on: whether the model must run its layers, as they exchange more than hidden states or read token ids.
         parts: names of a layer's modules.
         norm: kind of all norms; "bare" norms have no weights.
         norm_offset: number added to the weights of all norms.
@@ -281,7 +282,7 @@ class Family:
         native: whether quantkit's own layers can run the family's models; otherwise transformers runs the models.
         not_native: keys that, if true, require a computation that quantkit's own layers lack.
         gguf: names in GGUF files; None = the GGUF export does not support the family.
-        block: function of config.json and a layer's number that returns attention, and tensors but norms and experts.
+        block: function of config.json and a layer's number; returns attention, and all tensors but norms and experts.
         wrappers: `architectures` entries of multimodal models whose language model quantkit's own layers can run; their
             `text_config` describes it.
         only: entries that config.json may have only with these values; with others, the family does not describe the

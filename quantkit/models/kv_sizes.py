@@ -126,12 +126,12 @@ def padded_bytes(arrays: dict[str, PageArray]) -> int:
 
 
 def has_residual(key: Side) -> bool:
-    """Whether the newest keys wait in a residual window until their page is complete: if scales are per channel."""
+    """Whether the newest keys wait in a residual window until their page is full, because scales are per channel."""
     return key.granularity == "channel"
 
 
 def has_value_residual(key: Side, value: Side) -> bool:
-    """Whether the newest values wait there too: if scales are per token, and keys wait."""
+    """Whether the newest values wait in the window too: if keys wait, and values have scales per token."""
     return has_residual(key) and value.granularity == "token"
 
 
@@ -146,7 +146,7 @@ def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
 def residual_numbers(
     key: Side, value: Side, *, heads: int, key_dim: int, value_dim: int, page_size: int = DEFAULT_PAGE_SIZE
 ) -> int:
-    """Count the numbers in the residual windows of one sequence in one layer; arguments as of `page_arrays`."""
+    """Count the numbers in the residual windows of one sequence in one layer; for the arguments, see `page_arrays`."""
     channels = key_dim + (value_dim if has_value_residual(key, value) else 0)
     return residual_tokens(key, page_size) * heads * channels
 
@@ -201,7 +201,7 @@ def _both(name: str, side: Side) -> KVForm:
 
 def _integers(name: str, key_bits: int, value_bits: int) -> KVForm:
     """Return the form with an fp16 scale and zero point per channel of a page for keys, and for values an fp16 scale
-    per token and head, with 4 bits also a zero point.
+    per token and head. Values of 4 bits also have a zero point.
     """
     zero = SCALE_BYTES if value_bits == 4 else 0
     return KVForm(

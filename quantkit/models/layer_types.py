@@ -140,7 +140,7 @@ def _is_sparse(read: ConfigReader, index: int) -> bool:
         return False
     if index < read.count("first_k_dense_replace", default=0, at_least=0):
         return False
-    if type(read.get("moe_layer_freq")) is int:  # configs with a list here give their dense layers otherwise
+    if type(read.get("moe_layer_freq")) is int:  # configs with a list here give their dense layers elsewhere
         return index % read.count("moe_layer_freq") == 0
     return (index + 1) % read.count("decoder_sparse_step", default=1) == 0
 

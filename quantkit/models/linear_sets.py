@@ -1,7 +1,7 @@
 """Sets of linears, and the default sets of a family. Torch-free.
 
 A *set of linears* is all linears of a decoder layer that read the same tensor: query, key and value projections,
-or gate and up projections. A linear that shares its input with no other linear is a set of its own. Statistics of
+or gate and up projections. A linear that shares its input with no other linear forms its own set. Statistics of
 inputs and smoothing scales belong to a set. Inference engines multiply some linears of a set as one: a *fused group*.
 """
 
@@ -62,7 +62,7 @@ class LinearSet:
 
 
 def fused_conflicts(sets: Iterable[LinearSet], schemes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each fused group of linears with different schemes.
+    """Yield an error message for each fused group whose linears have different schemes.
 
     Args:
         sets: sets of one layer.

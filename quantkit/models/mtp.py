@@ -30,8 +30,8 @@ class MTP:
     """MTP heads of a family. The defaults are DeepSeek-V3's.
 
     `{head}` in a name stands for the head's number i, and `{layer}` for N + i. All names but `folder` are relative to
-    it. A head's decoder layer is like the model's last layer with attention that is not recurrent, and has experts if
-    the model has any.
+    `folder`. A head's decoder layer is like the model's last layer with attention that is not recurrent, and has
+    experts if the model has any.
 
     Args:
         count: key of the number of heads.
@@ -44,7 +44,7 @@ class MTP:
         final_norm: norm after the decoder layer.
         embedding, output: a head's own token embedding and output projection, (V, D) each, which files may omit; the
             model's embedding and output projection then apply. None = a head never has its own.
-        zero_first: whether the embedding at position 0 is set to zero, as vLLM does it.
+        zero_first: whether the embedding at position 0 is set to zero, as in vLLM.
         chains_normed: whether a head that drafts further tokens reads its own output after the final norm, not before.
     """
 
@@ -106,7 +106,7 @@ class MTPHead(MTP):
 
     Args:
         number: number of the head, from 0.
-        layer: number of the decoder layer of the model that the head's own decoder layer is like.
+        layer: number of the model's decoder layer that has the same structure as the head's own decoder layer.
         embedding, output: see `MTP`; None if the files have no copies for this head.
     """
 
@@ -146,7 +146,7 @@ def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> 
 
 
 def _like_layer(model: ModelDescription) -> int:
-    """Return the number of the decoder layer that the decoder layers of MTP heads are like."""
+    """Return the number of the decoder layer that has the structure of the decoder layers of MTP heads."""
     attends = [i for i in range(model.num_layers) if not model.recurrent[i] and not model.only_mlp[i]]
     if not attends:
         raise ModelError(
@@ -176,7 +176,7 @@ def head_tensors(model: ModelDescription, head: MTPHead) -> LayerTensors:
 
 
 def mtp_prefixes(model: ModelDescription) -> tuple[str, ...]:
-    """Return the prefixes of the names of all tensors of MTP heads, also if the family does not describe its heads."""
+    """Return the prefixes of the names of all tensors of MTP heads, even if the family does not describe its heads."""
     entries, family = model.entries, model.family
     if family.mtp is not None:
         return family.mtp.prefixes(entries)

@@ -107,7 +107,7 @@ class Recurrent:
         """Return the matrices of the layer."""
         shape, bias = self.shape(read), read.flag(self.bias)
         heads = shape.value_heads
-        # Outputs of each linear: everything from one, or queries, keys and values from one and the gate from another.
+        # Outputs of each linear: everything from one, or queries, keys and values from one and the gate from a second.
         parts = [shape.channels, shape.values] if len(self.inputs) == 2 else [shape.channels + shape.values]
         parts[-1] += 0 if self.gates else heads
         sizes = [*zip(self.inputs, parts, strict=True)]

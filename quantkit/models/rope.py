@@ -98,7 +98,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     if family.fixed_alpha and kind == "dynamic" and read.get("alpha") is not None:
         kind, theta = "default", theta * _alpha(read) ** (width / max(1, width - 2))
     if kind not in get_args(Kind):
-        raise NotNative(f"rope_type {kind!r} (supported: {', '.join(get_args(Kind))})")
+        raise NotNative(f"rope_type {kind!r} (not one of {', '.join(get_args(Kind))})")
     settings = _scaling(kind, read, config, width, length)
     if kind == "yarn" and family.attention_factor is not None:
         settings["attention_factor"] = read.number("attention_factor", default=family.attention_factor)
@@ -123,7 +123,9 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
     if any(isinstance(settings.get(kind), Mapping) for kind in family.by_layer):
         settings = settings.get(family.by_layer[local]) or {}
         if not isinstance(settings, Mapping):
-            raise ModelError(f"config.json: RoPE entries of a layer are a {type(settings).__name__}, not an object")
+            raise ModelError(
+                f"config.json: RoPE entries of a layer are a {type(settings).__name__}, not an object; correct them"
+            )
         return settings
     if local and (family.local_theta is not None or not family.local_scaled):
         return {}  # the entries apply only to layers without a window

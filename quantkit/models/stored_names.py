@@ -42,7 +42,7 @@ class StoredNames:
         return self.tensors.get(name) or (name if stored is None else f"{stored}.{leaf}")
 
     def own(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Map names in a file to names in the model; the inverse of `of`."""
+        """Map each of these names of tensors in files to the tensor's name in the model, which `of` converts back."""
         tensors = {stored: name for name, stored in self.tensors.items()}
         modules = {stored: name for name, stored in self.modules.items()}
         own: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Families of models as data. Each file holds one family or a few related ones; `find` picks one by config.json.
 
 A YAML file has an entry for each family, with the fields of `Family`. A value that describes a part, such as `experts`,
-has the fields of the part's class. `like` in it names the value in `_BASES` from which it differs. If data cannot say
-what a family computes, a Python file defines it as `FAMILY`.
+has the fields of the part's class. Its entry `like` names the value in `_BASES` that gives the fields not listed. If
+data cannot express what a family computes, a Python file defines it as `FAMILY`.
 """
 
 import functools
@@ -63,7 +63,7 @@ def _family(entry: Mapping[str, Any]) -> Family:
 
 
 def _plain(value: Any, kind: type = dict) -> Any:
-    """Return a value from YAML: a list as a tuple, a mapping as a new object of this class or like its base."""
+    """Convert a value from YAML: a list to a tuple, a mapping to a `kind` object or a changed copy of its base."""
     if isinstance(value, list):
         return tuple(map(_plain, value))
     if not isinstance(value, dict):
