@@ -1,6 +1,6 @@
 """Run one job in several processes: rank and world size, collectives, and a common end.
 
-Either torchrun starts the processes, or `launch`, which uses torch's launcher. Outside of `joined`, and in a job of one
+Either torchrun or `launch`, which uses torch's launcher, starts the processes. Outside of `joined`, and in a job of one
 process, `rank` is 0, `world` is 1, and collectives return their input. Callers decide how to divide the work and in
 which order to sum; they guarantee that the result does not depend on the number of processes.
 """

@@ -100,7 +100,7 @@ def gather(value: T) -> list[T]:
 
 
 def _gathered(tensor: "torch.Tensor") -> "list[torch.Tensor]":
-    """Gather a CPU tensor of each process; it has the same shape in all processes."""
+    """Gather a CPU tensor from each process; its shape must be the same in all processes."""
     import torch
 
     gathered = [torch.empty_like(tensor) for _ in range(world())]
@@ -195,9 +195,9 @@ def _free(count: int) -> Iterator[int]:
 
 
 def assign_work(costs: Sequence[float]) -> list[int]:
-    """Return the process for each piece of work; needs no communication.
+    """Return the process for each item of work, without communication.
 
-    The largest pieces are assigned first, each to the process with the least work so far.
+    The largest items are assigned first, each to the process with the least work so far.
     """
     loads = [0.0] * world()
     owners = [0] * len(costs)

@@ -24,7 +24,7 @@ RESUME = "run the same command again to continue, with any number of processes"
 START = timedelta(minutes=30)
 """Time in which all processes of a job must connect: people and schedulers start them one after another."""
 
-# torch notices a dead process at once, so a long wait means nothing: rank 0 may work alone for hours.
+# torch notices a dead process at once, so a long wait is not an error: rank 0 may work alone for hours.
 _PATIENCE = timedelta(days=7)
 # torch has no class for timeout errors.
 _TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
@@ -66,7 +66,7 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
-    """While the block runs, this process is part of the job that the launcher started, if any; all leave together.
+    """Make this process part of the job that the launcher started, if any, while the block runs; all leave together.
 
     Only one process reports an error: rank 0, if it fails too.
 
@@ -141,7 +141,7 @@ def _use_gpu(local: int) -> bool:
         return False
     if local >= count:
         raise InputError(
-            f"process {local} of this machine has no GPU of its own ({count} found); start at most {count} processes, "
+            f"there is no GPU for process {local} of this machine ({count} found); start at most {count} processes, "
             "or set CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
     torch.cuda.set_device(local)
@@ -239,7 +239,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
         killed = next((number for number, code in codes.items() if code < 0 and code != -signal.SIGTERM), None)
         if killed is None:
             return next((code for code in codes.values() if code > 0), ResourceError.exit_code)
-        text = f"rank {killed} was lost: killed, or its machine is gone (signal {-codes[killed]})"
+        text = f"rank {killed} was killed by signal {-codes[killed]}"
         _say(f"{text}; {RESUME}", sys.stderr)
         return ResourceError.exit_code
     except SignalException as error:

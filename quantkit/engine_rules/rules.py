@@ -81,7 +81,7 @@ class StoredModel:
         hidden_size: the model's hidden size; None = unknown.
         group_order: whether groups follow the order of activations (GPTQ's desc_act).
         compressed_experts: whether transformers can load compressed experts of this family.
-        other_codes: whether there are codes that `linears` does not list, as in GGUF files of other tools.
+        other_codes: whether the checkpoint has codes that `linears` does not list, as in GGUF files of other tools.
     """
 
     format: str
@@ -193,7 +193,7 @@ class EngineRelease(Record):
         release: release whose source the rules come from.
         rules: the rules, in the order in which they are tried.
         ordinary: answer for an unquantized model.
-        caches: how the engine stores the KV cache, keyed by each `Cache` that it does not follow.
+        caches: how the engine stores the KV cache, keyed by each `Cache` value that it does not follow.
         devices: whether answers depend on the device.
     """
 
@@ -219,7 +219,7 @@ def read_engine(file: Path) -> EngineRelease:
     """Read an engine's file.
 
     Raises:
-        ReportError: a field is missing, unknown or of another type.
+        ReportError: a field is missing, unknown or of the wrong type.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return EngineRelease.from_dict(yaml.load(file.read_text(encoding="utf-8"), loader), where=file.name)
@@ -273,7 +273,7 @@ def judge(name: str, model: StoredModel, capability: int | None = None) -> Engin
     best = min((reading for _, reading in reversed(by_device)), key=lambda reading: ANSWERS.index(reading.reads))
     if best.reads == "no":
         return best
-    # The oldest devices that cannot read it are not listed.
+    # The oldest devices that cannot read the checkpoint are not listed.
     known = itertools.dropwhile(lambda pair: pair[1].reads == "no", by_device)
     runs = [list(run) for _, run in itertools.groupby(known, key=lambda pair: (pair[1].reads, pair[1].reason))]
     if len(runs) == 1 and len(runs[0]) == len(by_device):

@@ -13,7 +13,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: the least of its affinity and cgroup quotas, at least 1."""
+    """Return the number of cores that this process may use: the lower of affinity and cgroup quotas, at least 1."""
     allowed = len(core_numbers())
     quota = cgroup_quota()
     return allowed if quota is None else max(1, min(allowed, quota))
@@ -38,7 +38,7 @@ def _folders(root: Path, own: Path) -> Iterator[Path]:
         yield from several
     try:
         lines = own.read_text().splitlines()
-    except OSError:  # no Linux, or /proc is not mounted
+    except OSError:  # not Linux, or /proc is not mounted
         return
     for line in lines:
         controllers, _, path = line.partition(":")[2].partition(":")

@@ -29,7 +29,7 @@ CAN_FORK = sys.platform == "linux"
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # a child must load no library between fork and exec
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-_LOCKED_BYTE = 1 << 30  # Windows locks bytes against reading too, so this one is behind the end of every file
+_LOCKED_BYTE = 1 << 30  # Windows locks bytes against reading too, so this one is past the end of every file
 _RETRY_S = 0.1
 _MOST_SOCKETS = 8192  # Windows has no limit; this is more than a server of one model needs
 
@@ -100,7 +100,7 @@ def user_id() -> int | None:
 
 
 def core_numbers() -> frozenset[int]:
-    """Return the numbers of the cores on which this process may run; other systems than Linux do not tell."""
+    """Return the numbers of the cores on which this process may run; outside Linux, these are all cores."""
     return frozenset(os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1))
 
 
@@ -161,13 +161,13 @@ def max_open_files() -> int:
 
 
 def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent dies; does nothing on other systems than Linux."""
+    """Have the kernel send this process a signal when its parent dies; does nothing on systems other than Linux."""
     if _LIBC is not None:
         _LIBC.prctl(_DEATH_SIGNAL, number)
 
 
 def killed_with_parent() -> Callable[[], object] | None:
-    """Return a `preexec_fn` for a child that must not outlive its parent; None on other systems than Linux."""
+    """Return a `preexec_fn` for a child that must not outlive its parent; None on systems other than Linux."""
     return partial(end_with_parent, signal.SIGKILL) if CAN_FORK else None
 
 

@@ -261,12 +261,13 @@ def _eviction(shape: ModelShape, context: int, budget: int | float | str | None,
     ]
     if refused:
         raise InputError(
-            f"kv_budget: quantkit's runtime cannot evict from the cache of layers with attention of this kind: "
-            f"{refused[0]}; leave kv_budget out"
+            f"kv_budget is not supported for layers of type {refused[0]!r}, because quantkit's runtime cannot evict "
+            "tokens from their cache; leave kv_budget out"
         )
     if shape.layers and all(layer.attention.kind == "state" for layer in shape.layers):
         raise InputError(
-            "kv_budget: the model keeps a state of fixed size per sequence, which cannot be evicted; leave it out"
+            "kv_budget is not supported for this model, because its state per sequence has a fixed size and no tokens "
+            "to evict; leave kv_budget out"
         )
     eviction = Eviction(budget=parse_budget(budget), policy=policy)
     if (kept := eviction.kept(context)) < context:
@@ -281,7 +282,7 @@ def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) 
     if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
         whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / DEFAULT_PAGE_SIZE
         yield (
-            "of sliding-window layers, only the tokens in the window are counted; the bundled runtime keeps all "
+            "for sliding-window layers, only the tokens in the window are counted; the bundled runtime keeps all "
             f"tokens, {whole:,.0f} B per token in 16 bits"
         )
     for compute in sorted({form.compute for form in plan.forms} - {"bf16"}) if plan else ():
@@ -338,8 +339,8 @@ def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> l
 def _forms(shape: ModelShape, name: str | None, own: KVForm | None) -> list[KVForm]:
     """Return the forms of the KV cache to count.
 
-    With `name`: only this form. Without: the unquantized form, the form of the recipe or checkpoint if there is one,
-    and those of FP8, INT8 and INT4 that the model can use.
+    With `name`, return only that form. Without `name`, return the unquantized form, the form of the recipe or
+    checkpoint if there is one, and those of FP8, INT8 and INT4 that the model can use.
     """
     if not shape.layers:
         return []

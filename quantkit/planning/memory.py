@@ -87,7 +87,10 @@ class WeightForm:
         return self.matrix_bytes(out_features, in_features, scale_bytes) + extra
 
     def bits_per_weight(self, scale_bytes: int = 2) -> float:
-        """Return the bits per weight of a large matrix; ignores scales per channel. Not for forms with `counted`."""
+        """Return the bits per weight of a large matrix, not counting scales per channel.
+
+        Do not call this on a form whose bytes a format counts (`counted` is set).
+        """
         if not self.scaled or self.group_size is None:
             return float(self.bits)
         return self.bits + (8 * scale_bytes + (0 if self.symmetric else self.bits)) / self.group_size

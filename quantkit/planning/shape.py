@@ -29,8 +29,8 @@ class ModelShape:
         embedding: parameters of the token embedding.
         head: parameters of the output head; 0 if it shares the embedding.
         other: parameters outside layers, embedding and head.
-        mtp: tensors of each MTP head, under full names; empty if the family does not describe its heads. Heads count
-            neither in the number of parameters nor in memory: engines load them only for speculative decoding.
+        mtp: tensors of each MTP head, under full names; empty if the family does not describe its heads. The number
+            of parameters and the memory do not include heads, because engines load them only for speculative decoding.
         mtp_parameters: parameters of all MTP heads, described or not.
         mtp_stored_bytes: bytes of the heads' tensors, if headers are known.
         active_total: number of parameters that a token uses, if layers are unknown; None = computed from the layers.
@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one weight as it is stored."""
+        """Bytes of one stored weight."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Number of parameters of the output head, also if it shares the embedding."""
+        """Number of parameters of the output head, even if it shares the embedding."""
         return self.head or self.embedding
 
     def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape | StateShape, KVForm]]:

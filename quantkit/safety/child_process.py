@@ -14,7 +14,7 @@ from quantkit.machine.system import CAN_FORK, limit_process, status_bytes
 
 QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
 """Code that runs quantkit's command line."""
-_START_S = 120.0  # to start a Python and import what the work needs, on a busy machine
+_START_S = 120.0  # to start Python and import what the work needs, on a busy machine
 
 
 def python(code: str) -> list[str]:
@@ -29,7 +29,7 @@ def python(code: str) -> list[str]:
 def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | None = None) -> bool:
     """Whether a child finishes some work in time and without an error.
 
-    The child is a fork or, where that does not work, a new Python, which takes seconds and has no memory limit.
+    The child is a fork or, where forks cannot compute, a new Python, which takes seconds and has no memory limit.
 
     Args:
         work: function to run; must be picklable, and must not use threads, which a forked child lacks.
@@ -42,7 +42,7 @@ def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | No
 def _started_ends_well(work: Callable[[], object], seconds: float) -> bool:
     command = python("import pickle; pickle.load(sys.stdin.buffer)()")
     try:
-        # The pickle is this process's own.
+        # This process made the pickle, so it is safe to load.
         done = subprocess.run(command, input=pickle.dumps(work), capture_output=True, timeout=_START_S + seconds)
     except subprocess.TimeoutExpired:
         return False

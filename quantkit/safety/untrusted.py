@@ -172,7 +172,7 @@ def _has_long_number(text: str) -> bool:
 
 
 def _whole_number(text: str) -> int:
-    # Python converts digits in quadratic time, and refuses very long numbers with an error of its own.
+    # Python converts digits in quadratic time, and raises its own error for very long numbers.
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"a number has {len(text)} digits, over the limit of {_MAX_DIGITS}")
     return int(text)

@@ -81,7 +81,7 @@ def test_a_death_ends_all_in_one_line(capfd, monkeypatch, killed, then):
     assert launch(2, python(DIE.format(killed=killed, then=then))) == 5
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert f"rank {killed} was lost: killed, or its machine is gone (signal 9); run the same command again" in said
+    assert f"rank {killed} was killed by signal 9; run the same command again" in said
 
 
 def lose():

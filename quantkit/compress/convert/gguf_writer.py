@@ -150,7 +150,7 @@ def _notes(source: Source, plan: Typed) -> tuple[str, ...]:
 
 
 def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
-    """Yield a note about matrices that get another type because their rows are not whole blocks of `type_name`."""
+    """Yield a note about matrices that get a different type because their rows are not whole blocks of `type_name`."""
     size = block_values(Block[MATRIX_BLOCKS[type_name][0]]) if type_name else 1
     others: dict[Block, list[ExportedTensor]] = {}
     for tensor, block in plan:
@@ -162,7 +162,7 @@ def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
         listed = ", ".join(f"{block.name} ({len(of)}, such as {of[0].name})" for block, of in others.items())
         yield (
             f"Rows of {widths} values are not whole blocks of {type_name} ({size} values each), so some of the {total} "
-            f"matrices get another type: {listed}"
+            f"matrices get a different type: {listed}"
         )
 
 
@@ -182,7 +182,7 @@ def _check_source(source: Source, type_name: str | None, embedding: str | None) 
         if name is not None and name not in MATRIX_BLOCKS:
             raise SchemeError(f"GGUF type {name!r} is not supported; supported: {', '.join(MATRIX_BLOCKS)}")
     if source.dense is not None:
-        raise SchemeError(f"{source.reader.path} is a GGUF file already; use it as it is, or convert with --to dense")
+        raise SchemeError(f"{source.reader.path} is a GGUF file already; use it unchanged, or convert with --to dense")
     if type_name is not None and source.linears:
         raise SchemeError(
             f"{source.reader.path} is quantized, and its codes are copied unchanged; leave out --type {type_name}, "

@@ -60,7 +60,7 @@ class Source:
             return self.format.decode(tensors, self.linears[module])
 
     def is_reordered(self, module: str) -> bool:
-        """Whether the groups of a linear are in another order than its inputs; reads the group index."""
+        """Whether the order of a linear's groups differs from that of its inputs; reads the group index."""
         name = self.format.order_name
         # In input order, the group index never decreases.
         return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())
@@ -84,7 +84,8 @@ def open_source(path: Path) -> Source:
     Args:
         path: directory of the checkpoint, or a GGUF file.
     Raises:
-        ModelError, CheckpointError: the directory holds no checkpoint, a damaged one, or one of an unknown format.
+        ModelError, CheckpointError: the directory holds no checkpoint, or the checkpoint is damaged or has an unknown
+            format.
         SchemeError: the format is known, but quantkit cannot decode this variant.
     """
     reader = CheckpointReader(path)

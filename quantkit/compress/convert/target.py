@@ -31,7 +31,7 @@ class Target:
         linears: scheme of each linear to write. It is the source's scheme, with zero points (all 0) added if the format
             always stores zero points.
         ignored: full names of the unquantized linears; see `Format.config`.
-        group_order: whether the groups of some linear are in another order than its inputs.
+        group_order: whether some linear has groups in a different order from its inputs.
     """
 
     format: Format
@@ -79,8 +79,8 @@ def kv_cache_scheme(source: Source) -> Any:
 
 
 def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -> QuantizedTensor:
-    """Adapt a weight to the target's scheme: add zero points of 0, convert scales to a dtype of the format and repeat
-    them for smaller groups, each if needed.
+    """Adapt a weight to the target's scheme: if needed, add zero points of 0, convert scales to a dtype of the format,
+    and repeat scales for smaller groups.
 
     Args:
         weight: weight decoded from the source.
@@ -126,16 +126,16 @@ def _check(source: Source, format_: Format) -> Target:
         )
     ignored = tuple(dict.fromkeys(_ignored(source)))
     format_.model_config(source.reader.config)
-    # Called for its checks: schemes that fit alone may not fit together.
+    # Called for its checks, because the format may support each scheme but not all of them together.
     format_.config(linears, ignored, group_order=reordered)
     return Target(format=format_, linears=linears, ignored=ignored, group_order=reordered)
 
 
 def refuse_reordered(source: Source, module: str, format_: Format) -> bool:
-    """Whether the groups of a linear are in another order than its inputs.
+    """Whether the order of a linear's groups differs from that of its inputs.
 
     Raises:
-        SchemeError: the groups are in another order, which the format cannot store.
+        SchemeError: the order differs, and the format cannot store it.
     """
     reordered = source.is_reordered(module)
     if reordered and not format_.holds_group_index:

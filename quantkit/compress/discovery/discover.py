@@ -34,7 +34,7 @@ from quantkit.models.linear_sets import LinearSet
 
 # Numbers of sequences and tokens in the trial runs: enough that every expert of a small mixture sees some tokens.
 _SHAPE = (2, 24)
-# Number of layers that are checked together: running them one by one must give the same as running the model.
+# Number of layers that are checked together: running them one by one must give the same result as running the model.
 _TOGETHER = 2
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -187,7 +187,7 @@ def _survey_each(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tup
 
 @torch.inference_mode()
 def _survey_in_order(skeleton: Skeleton, firsts: Sequence[int], gates: Gates) -> tuple[Survey, ...]:
-    """Examine one layer of each kind, if layers exchange more than hidden states: run all layers in order, each with
+    """Examine one layer of each kind, if layers exchange more than hidden states. All layers run in order, each with
     the arguments that the model passes to it.
     """
     skeleton.hand_on()
@@ -211,7 +211,7 @@ def _check_order(skeleton: Skeleton, blocks: Sequence[nn.Module], call: LayerCal
     """Check that the layer after `blocks` gets the same arguments as in a run of the whole model.
 
     Raises:
-        ModelError: the model calls the layer with other arguments.
+        ModelError: the model calls the layer with different arguments.
     """
     hidden, arguments = skeleton.call_after([compute_with(block) for block in blocks], call.token_ids)
     stepwise = skeleton.arguments(len(blocks), call)
@@ -259,7 +259,7 @@ def _touches_weights(block: nn.Module, run: Callable[[], list[Tensor]], linears:
         run: calls the layer.
         linears: linears that may be quantized.
     """
-    # A linear whose class overrides `forward`, such as a grouped linear, computes something else and stays as it is.
+    # A linear whose class overrides `forward`, such as a grouped linear, computes something else, so it is not changed.
     modules = [block.get_submodule(name) for name in linears]
     modules = [module for module in modules if type(module).forward is nn.Linear.forward]
     weights = [module.get_parameter("weight") for module in modules]
@@ -283,7 +283,7 @@ def _check_alone(skeleton: Skeleton, block: nn.Module, hidden: Tensor) -> None:
     second one's other arguments. Otherwise layers cannot run one by one.
 
     Raises:
-        ModelError: the second layer gets another input or other arguments.
+        ModelError: the second layer gets a different input or different arguments.
     """
     embeddings = hidden.flatten(2)[..., : skeleton.embedding_width]  # one residual stream
     expected = copy.deepcopy(skeleton.arguments(1, hidden))  # a layer may change shared arguments
@@ -313,8 +313,8 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def _with_stored_names(reader: CheckpointReader, layout: Family, model: nn.Module) -> Family:
-    """Return `layout` with the names under which the files store the model's parts, and with the layout of the tensors
-    in the files.
+    """Return `layout` with facts about the files: the stored names of the model's parts, the linears that are stored
+    transposed, and how experts are stored.
     """
     layers = model.get_submodule(layout.layers)
     modules = {(name, type(m).__name__) for layer in layers.children() for name, m in layer.named_modules()}

@@ -1,7 +1,7 @@
 """Split experts that a model stores as two 3-D parameters into linears: find the linears' names and order of rows.
 
 Nothing states how the outputs of gate and up are ordered in one tensor. So each order is tried with random numbers, and
-the one whose result equals the module's output is used.
+the order whose result equals the module's output is used.
 Shapes: T tokens, H hidden width, I width of an expert, E experts, k of them for each token.
 """
 
@@ -73,7 +73,7 @@ def _stored_names(names: Sequence[str], owner: str, loaded: Callable[[str], list
 
 
 def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
-    """Return `data` with the order of rows for which plain linears compute the same as the module."""
+    """Return `data` with the order of rows for which plain linears give the same result as the module."""
     up, down = module.get_parameter("gate_up_proj").shape, module.get_parameter("down_proj").shape
     fused = copy.deepcopy(module).eval()
     fill_randomly(fused, torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
 
 
 def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:
-    """Whether experts that consist of plain linears compute the same as the module `fused`."""
+    """Whether experts that consist of plain linears give the same result as the module `fused`."""
     apart = LinearExperts(fused, data)
     for key, parameter in fused.named_parameters(recurse=False):
         for linear, part in expert_parts(key, f"{name}.{key}", tuple(parameter.shape), data):
