@@ -216,8 +216,8 @@ def _read_marker(file: FileIO, path: Path, option: str) -> dict[str, Any]:
 
 def _foreign(path: Path, option: str) -> OutputError:
     return OutputError(
-        f"quantkit needs {path} as a work folder, but this version of quantkit did not make the folder there; move it "
-        f"away (delete it only if an interrupted run of an earlier version left it) or choose another {option}"
+        f"quantkit needs {path} as a work folder, but this version of quantkit did not create that folder; move the "
+        f"folder away (delete it only if an interrupted run of an earlier version left it) or choose another {option}"
     )
 
 

@@ -26,13 +26,13 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(ModelDescription):
-    """Config of one model, ready to be built.
+    """Description of one model, with the computations of its layers.
 
     Args:
         ropes: rotary embedding of each layer; None = no positions.
         norm_eps, norm_offset: epsilon of all norms, and the number to add to their weights.
         activation: activation of the MLP.
-        attention_scale: factor on query times key.
+        attention_scale: factor by which the products of queries and keys are multiplied.
         attention_softcap, logits_softcap: c in the cap c * tanh(x / c) on attention scores, and on logits; None = no
             cap.
         clip: bound on the absolute value of queries, keys and values; None = no bound.
