@@ -64,7 +64,7 @@ class EngineConfig:
         shown=policies.DEFAULT,
     )
     max_length: int | None = setting(
-        None, "Longest context in tokens.", flag="--max-length", minimum=1, shown="the model's"
+        None, "Maximum context length in tokens.", flag="--max-length", minimum=1, shown="the model's"
     )
     num_pages: int | None = setting(None, "Pages of the KV cache; overrides `memory`.")
     page_size: int = setting(DEFAULT_PAGE_SIZE, "Tokens per page of the KV cache; a small kv_budget may lower it.")
@@ -103,7 +103,7 @@ class EngineConfig:
     overlap: bool | None = setting(
         None, "Whether to launch a decode step before the previous step's tokens are read; None = only on CUDA devices."
     )
-    seed: int = setting(0, "Seed of requests without a seed of their own.")
+    seed: int = setting(0, "Seed of requests that give no seed.")
 
     def __post_init__(self) -> None:
         for name in ("max_length", "num_pages", "page_size", "max_sequences", "token_budget"):
@@ -167,10 +167,10 @@ class EngineConfig:
 
 def _unknown_adapter(name: str, folders: Mapping[str, Path]) -> str:
     if folders:
-        return f"adapter is {name!r}, which is not among the adapters ({', '.join(folders)})"
+        return f"adapter is {name!r}, which is not among the adapters; choose one of {', '.join(folders)}"
     short = Path(name).name or "NAME"
     return (
-        f"adapter is {name!r}, but must be a name of adapters; give, for example, adapters={{{short!r}: {name!r}}}, "
+        f"adapter is {name!r}, but must be a name in adapters; give, for example, adapters={{{short!r}: {name!r}}}, "
         f"adapter={short!r}"
     )
 
@@ -179,7 +179,7 @@ def adapter_folders(adapters: Mapping[str, str | Path] | Iterable[str]) -> dict[
     """Return the folders of adapters, keyed by name.
 
     Args:
-        adapters: folders keyed by name, or texts `NAME=DIR`; the name of a plain `DIR` is the folder's.
+        adapters: folders keyed by name, or texts `NAME=DIR`; a plain `DIR` is named after the folder.
     Raises:
         RequestError: a name is empty or given twice.
     """
@@ -192,13 +192,13 @@ def adapter_folders(adapters: Mapping[str, str | Path] | Iterable[str]) -> dict[
         if not name or not folder:
             raise RequestError(f"adapter '{name}={folder}' has no {'folder' if name else 'name'}; give NAME=DIR")
         if name in folders:
-            raise RequestError(f"two adapters are named {name!r}; give each another name, as NAME=DIR")
+            raise RequestError(f"two adapters are named {name!r}; give each a different name, as NAME=DIR")
         folders[name] = Path(folder)
     return folders
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Split `NAME=DIR`; the name of a plain `DIR` is the folder's."""
+    """Split `NAME=DIR`; a plain `DIR` is named after the folder."""
     name, equals, folder = text.partition("=")
     # A slash before the sign means that the sign is part of a path.
     return (name, folder) if equals and "/" not in name else (Path(text).resolve().name if text else "", text)

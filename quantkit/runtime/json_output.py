@@ -155,6 +155,6 @@ class JsonSchemas:
             matcher = llguidance.LLMatcher(self._vocabulary, grammar)
             if problem := matcher.get_error():
                 raise ValueError(problem)
-        except Exception as error:  # whatever llguidance raises on a schema or tokenizer that it lacks
+        except Exception as error:  # whatever llguidance raises on a schema or tokenizer that it does not support
             raise RequestError(f"{kind} is not supported: {first_line(error)}") from None
         return matcher

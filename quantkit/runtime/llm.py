@@ -41,8 +41,8 @@ class LLM(Prompts):
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=40))[0].text
 
     Several threads may use one `LLM`; at any time, one of these threads computes the requests of all. Several `stream`s
-    may be read in turns; their requests are computed together, also with concurrent scoring requests. In a forked
-    process, an `LLM` computes with one thread.
+    may be read in turn; their requests and concurrent scoring requests are computed together. In a forked process,
+    an `LLM` computes with one thread.
 
     Args:
         path: model directory or hub id; None = the demo model included in quantkit.
@@ -104,7 +104,7 @@ class LLM(Prompts):
             return self._engine
 
     def exchange(self, engine: Engine) -> Engine:
-        """Use another engine for the same model from now on, and return the one before; no request may be running."""
+        """Use another engine for the same model from now on, and return the previous one; no request may be running."""
         with self._lock:
             assert not self._inboxes, "requests are running"
             before, self._engine = self.engine, engine
@@ -198,7 +198,7 @@ class LLM(Prompts):
                 numbers.append(self._add(list(ids), SamplingParams(max_tokens=0, scoring=scoring)))
             done = False
             while not done:
-                with self._lock:  # otherwise another thread could compute the last step after the question
+                with self._lock:  # otherwise another thread could compute the last step after this check
                     done = all(self._inboxes[number] for number in numbers)
                     if not done:
                         self._step()

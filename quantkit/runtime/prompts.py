@@ -72,7 +72,7 @@ class Prompts:
             count += len(self._tokenized(text[start : start + size], add_special_tokens=False))
             if count > most + number * _CUT_TOKENS:
                 raise RequestError(
-                    f"the prompt has {len(text)} characters, which make more than {most} tokens; shorten it"
+                    f"the prompt has {len(text)} characters and more than {most} tokens, the limit; shorten it"
                 )
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
@@ -97,7 +97,7 @@ class Prompts:
             raise RequestError(f"{self.path} has no chat template, so it is not a chat model; give a plain prompt")
         try:
             return render_chat(tokenizer, messages, **{"add_generation_prompt": True, **variables})
-        except Exception as error:  # templates are programs and fail in ways of their own
+        except Exception as error:  # templates are programs and may raise anything
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
 
     def _tokenized(self, text: str, **options: bool) -> list[int]:

@@ -144,7 +144,7 @@ def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[Tok
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
     asked, chosen = send(logits.device, np.array(list(counts)), np.array([[tokens[index]] for index in counts]))
     table = logits[asked].log_softmax(-1)  # (W, V)
-    # One call for all rows, with the largest number that a request asks for; each row then takes its own number.
+    # One call for all rows, with the largest number that a request asks for. Each row then takes as many as it needs.
     values, ids = table.topk(min(max(counts.values()), table.shape[-1]), dim=-1)
     read = zip(table.gather(-1, chosen).tolist(), ids.tolist(), values.tolist(), strict=True)
     for (index, count), ((own,), top_ids, top_values) in zip(counts.items(), read, strict=True):

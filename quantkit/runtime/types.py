@@ -84,7 +84,7 @@ class SamplingParams:
         RequestError: a value has the wrong type or is out of range, or two values contradict each other.
     """
 
-    max_tokens: int | None = setting(128, "New tokens, at most.", flag="--max-tokens", minimum=1)
+    max_tokens: int | None = setting(128, "Maximum number of new tokens.", flag="--max-tokens", minimum=1)
     temperature: float = setting(
         0.0, "Randomness of sampling; 0 always takes the likeliest token.", flag="--temperature"
     )
@@ -155,7 +155,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """Name and text of the one of `json_schema` and `grammar` that is given; None = neither is given."""
+        """Name and text of `json_schema` or `grammar`, whichever is given; None = neither is given."""
         if self.json_schema is not None:
             return "json_schema", self.json_schema
         return None if self.grammar is None else ("grammar", self.grammar)

@@ -83,7 +83,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         self._params, self._kind = vllm.SamplingParams, vllm.sampling_params.RequestOutputKind.DELTA
         try:
             self.vllm = vllm.LLM(str(self.path), use_tqdm_on_load=False, **arguments)
-        except Exception as error:  # of pydantic, torch and vLLM itself
+        except Exception as error:  # pydantic, torch and vLLM itself raise different types
             raise ModelError(f"{self.engine_name} cannot load {self.path}: {_cause(error)}") from error
         self._requests: dict[str, Request] = {}  # keyed by both names that an output may have
         self._count = 0
@@ -230,7 +230,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         return [_scores(row[-text.num_scored :], text) for text, (row, _) in zip(texts, rows, strict=True)]
 
     def top_logprobs(self, windows: Sequence[Sequence[int]]) -> list[TopLogprobs]:
-        """Return the `TOP` likeliest tokens (or as many as exist) after every token of every window."""
+        """Return the `TOP` likeliest tokens (or all tokens, if there are fewer) after every token of every window."""
         count = min(TOP, self.vocab_size)
         # The row of a prompt token begins with that token itself, whatever its rank.
         return [

@@ -38,7 +38,7 @@ class KVCache:
 
     Rules for callers that allocate pages and build batches:
 
-    - Of each sequence, the first context length - query length tokens must be valid in the cache before a step. After
+    - Before a step, the first context length - query length tokens of each sequence must be valid in the cache. After
       drafts were rejected, a later step may rewrite up to `MAX_ROLLBACK` tokens before the furthest position written.
       The shorter context length of that step is enough to signal this.
     - A page is final, and may be published to the prefix cache, once all its tokens are accepted. This holds for the
@@ -161,7 +161,7 @@ class KVCache:
 
 
 def lowest(scores: Tensor, candidates: range, count: int) -> Array:
-    """Return the slots with each head's lowest scores; of equal scores, the first slots count as lowest.
+    """Return the slots with each head's lowest scores; ties go to the first slots.
 
     Args:
         scores: (H, N), one score per head and slot.

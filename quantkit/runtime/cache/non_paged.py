@@ -83,8 +83,8 @@ class Run:
 
 
 def runs(batch: ForwardBatch) -> Iterator[Run]:
-    """Split a batch into runs: consecutive sequences that have equally many new tokens and either all begin or all
-    continue. Decoding sequences that follow each other thus form one run.
+    """Split a batch into runs: consecutive sequences that have the same number of new tokens and either all begin
+    or all continue. Decoding sequences that follow each other thus form one run.
     """
     start = row = 0
     lengths = zip(batch.query_lengths, batch.context_lengths, strict=True)
@@ -241,8 +241,8 @@ class EntryPool:
         self._past[row, self._past.shape[1] - count :] = past[len(past) - count :].to(self._past.dtype)
 
     def entries(self, pages: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the first `count` entries (n, D) of a sequence, and as many keys (n, D) of the indexer if there is
-        one.
+        """Return the first `count` entries (n, D) of a sequence, and their keys (n, D) in the indexer if
+        there is one.
         """
         return [
             codes.decode(pool[pages].view(-1)[: count * codes.num_bytes].view(count, codes.num_bytes), dtype)

@@ -16,7 +16,7 @@ from typing import Any
 from quantkit.errors import DataError
 from quantkit.safety.untrusted import parse_object, parse_yaml, read_text
 
-# Small models often write this instead of their own form: only the JSON of a call, perhaps in a block of code.
+# Small models often write only the JSON of a call, perhaps in a block of code, instead of their dialect's form.
 _BARE = re.compile(r'\s*(?:```(?:json)?\s*)?(\{\s*"name"\s*:.*?"(?:arguments|parameters)".*?)(?:```)?\s*', re.DOTALL)
 
 Call = tuple[str, dict[str, Any]]

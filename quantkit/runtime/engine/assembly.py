@@ -67,7 +67,7 @@ def predict_capacity(path: Path, draft: Path | None, config: EngineConfig, devic
         if mtp:
             raise RequestError(
                 f"{path}: transformers runs this model, without its MTP head; use speculate=ngram (--speculate ngram), "
-                "or leave it out"
+                "or leave speculate out"
             )
         return None
     model, layouts = read
@@ -101,7 +101,7 @@ def _plan_pool(
     """
     if config.kv_budget is not None:
         _check_eviction(layouts, has_draft=drafts is not None or config.speculate == "mtp")
-    # Both caches share one memory budget and get equally many pages: the draft model follows the same sequences.
+    # Both caches share one memory budget and get the same number of pages: the draft model follows the same sequences.
     num_pages = size_pool([*layouts, *(drafts or ())], config, max_length, device)
     return num_pages, kv_budget(config, max_length, num_pages, window)
 
@@ -144,8 +144,8 @@ def build_engine(
         identity: identity of the model, for the prefix cache.
     Raises:
         SchemeError: the KV type is unknown.
-        RequestError: the pool is too small for the settings, the draft model has another vocabulary, or the settings
-            give a KV type although the model keeps its own keys and values.
+        RequestError: the pool is too small for the settings, the draft model has a different vocabulary, or the
+            settings give a KV type although the model keeps its own keys and values.
         ResourceError: memory is too small.
     """
     if not model.paged and config.kv_cache != "auto":
@@ -185,7 +185,7 @@ def build_engine(
 
 
 def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
-    """Refuse a KV budget if the model, or what drafts, keeps everything, so that eviction would free nothing.
+    """Refuse a KV budget if eviction would free nothing: the model, the draft model or the MTP head keeps everything.
 
     Raises:
         RequestError: eviction would free nothing; the message says why.

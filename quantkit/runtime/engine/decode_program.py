@@ -2,7 +2,7 @@
 
 If a model is small, the Python code between its kernels takes as long as the kernels. `record` walks a model once and
 lists the kernel calls that `NativeModel.forward` would make; `kernels.cpu.program` then makes all these calls in C. The
-results are the same bit for bit. This covers dense decoders with RMS norms and gated feed-forward layers. `record`
+results are the same bit for bit. Programs cover dense decoders with RMS norms and gated feed-forward layers. `record`
 refuses other models; their steps run layer by layer, as do steps with prompt tokens.
 """
 
@@ -30,7 +30,7 @@ class Unsupported(Exception):
     """A model has a part that no program covers; the message names this part."""
 
 
-_MAX_DRAFTED = 32  # new tokens of a step with drafts; with more, Python takes a small part of the time
+_MAX_DRAFTED = 32  # new tokens of a step with drafts; with more tokens, Python's share of the time is small
 
 
 class DecodeProgram:
@@ -44,7 +44,7 @@ class DecodeProgram:
     Raises:
         Unsupported: the model has a part that no program covers.
     Attributes:
-        hidden: see `NativeModel.compute`; of the last step, with unused rows behind its own.
+        hidden: hidden states of the last step, followed by unused rows; see `NativeModel.compute`.
     """
 
     def __init__(self, model: NativeModel, cache: KVCache, builder: BatchBuilder, *, max_sequences: int) -> None:

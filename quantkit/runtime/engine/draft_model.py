@@ -1,4 +1,4 @@
-"""Drafts by a second, cheaper model, see `speculation`."""
+"""Drafts from a second, cheaper model; see `speculation`."""
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from quantkit.runtime.sequence import PageHolder, Sequence
 
 
 def check_draft(vocab_size: int, target: int) -> None:
-    """Refuse a draft model with another vocabulary size.
+    """Refuse a draft model with a different vocabulary size.
 
     Raises:
         RequestError: the sizes differ.
@@ -30,7 +30,7 @@ def check_draft(vocab_size: int, target: int) -> None:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Shadow(PageHolder):
-    """The draft model's copy of a sequence, with pages of its own.
+    """The draft model's copy of a sequence, with its own pages.
 
     Args:
         base: number of tokens of the sequence before the drafts.
@@ -88,7 +88,7 @@ class DraftModelProposer(Proposer):
                 shadow.num_computed = chunk.start + len(chunk.tokens)
                 sequence.drafts.append(token)
                 if len(sequence.drafts) < num_useful(sequence, count):
-                    # The last draft is not fed: nobody asks the draft model what would follow it.
+                    # The last draft is not fed, because no draft follows it.
                     shadow.fed.append(token)
                     ready.append((sequence, shadow, ScheduledChunk(shadow, [token], shadow.num_computed, 1)))
 
@@ -124,7 +124,7 @@ class DraftModelProposer(Proposer):
         shadow.sync(sequence.ids)
         missing = self._config.pages_for(num_tokens) - len(shadow.pages)
         if missing > self._pool.num_free or num_tokens > self.model.max_length:
-            # Nobody is preempted for drafts; the sequence goes on without them and may be followed again later.
+            # No sequence is preempted for drafts. This one goes on without drafts, and may get drafts again later.
             self.forget(sequence.id)
             return None
         if missing > 0:

@@ -158,7 +158,7 @@ class Engine:
             RequestError: see `add`.
         """
         try:
-            # operator.index takes numpy's integers and refuses floats, which int() would cut off.
+            # operator.index takes numpy's integers and refuses floats, which int() would truncate.
             ids = [index(token) for token in prompt_ids]
         except TypeError as error:
             raise RequestError(f"the prompt is not a list of token ids ({error})") from None
@@ -172,7 +172,7 @@ class Engine:
                     f"cannot score {params.scoring.num_tokens} of {len(ids)} prompt tokens; score at most "
                     f"{len(ids) - 1}, because the first token has no context"
                 )
-        # On a GPU an index out of range is a device assertion, after which every request of the process fails.
+        # On a GPU, an index out of range triggers a device assertion, after which every request of the process fails.
         if min(given) < 0 or max(given) >= self.model.vocab_size:
             wrong = min(given) if min(given) < 0 else max(given)
             raise RequestError(

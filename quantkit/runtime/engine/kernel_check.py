@@ -243,7 +243,7 @@ def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> C
         num_pages: pages per sequence.
         page_size, device: page size and device of the cache.
     """
-    # On consecutive pages a kernel that ignores the page table would be right.
+    # With consecutive pages, a kernel that ignores the page table would give correct results.
     order = torch.randperm(count * num_pages, generator=torch.Generator().manual_seed(0)).view(count, -1).tolist()
     holders = [PageHolder(id=number, row=number, pages=own) for number, own in enumerate(order)]
     build = BatchBuilder(max_sequences=count, max_pages=num_pages, page_size=page_size, device=device).build

@@ -1,12 +1,12 @@
-"""Drafts by the model's own MTP head, see `models.mtp`.
+"""Drafts from the model's own MTP head; see `models.mtp`.
 
 The head reads, at each position, the model's hidden state and the token that follows. `observe` keeps both, after every
 step of the model, for all positions whose following token is now certain. The head reads them before it drafts, or when
-a page of the KV cache is full, which other sequences may share from then on. So while drafts are switched off, the head
-takes one step per page instead of one per token. And the head's layer of the KV cache covers the same full pages as the
-model's layers: chunks of prompts, shared prefixes and preemption need no code here. A page that two sequences share
-has, at its last position, the keys of the head for the token that followed in the sequence which computed the page.
-Only acceptance can suffer from this, because the model verifies all drafts.
+a page of the KV cache is full, because other sequences may share the page from then on. So while drafts are switched
+off, the head takes one step per page instead of one per token. And the head's layer of the KV cache covers the same
+full pages as the model's layers: chunks of prompts, shared prefixes and preemption need no code here. If two sequences
+share a page, the head's keys at its last position depend on the next token of the sequence that computed the page. For
+the other sequence, this can only lower acceptance, because the model verifies all drafts.
 
 `propose` drafts one token from the head's last hidden state. For further drafts, the head reads its own hidden state
 and its last draft, at the next position. The head later overwrites the keys and values of these positions.
@@ -89,7 +89,7 @@ class MTPProposer(Proposer):
         ready = [(sequence, most) for sequence, most in ready if most > 0]
         if not ready:
             return
-        # Only drafts after the first need pages. Nobody is preempted for them.
+        # Only drafts after the first need pages. No sequence is preempted for them.
         if not self._reserve((sequence, sequence.num_computed + most - 1) for sequence, most in ready):
             ready = [(sequence, 1) for sequence, _ in ready]
         self._read([sequence for sequence, _ in ready])

@@ -181,7 +181,7 @@ class DecodeGraphs:
         capture: takes a function that runs a step, and returns a function that repeats this step; None = capture a CUDA
             graph.
     Attributes:
-        hidden: see `NativeModel.compute`; of the last step, with rows of filler behind its own.
+        hidden: hidden states of the last step, followed by rows of filler; see `NativeModel.compute`.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class DecodeGraphs:
         self._refusals: tuple[type[Exception], ...] = (RuntimeError, *gpu.refusals())
         self.failure: str | None = None
         self.hidden: Tensor | None = None
-        # Graphs keep the addresses of the rotary tables, which therefore must not grow once one is captured.
+        # Graphs keep the addresses of the rotary tables, which therefore must not grow once a graph is captured.
         model.reserve(self._max_length)
 
     def run(self, chunks: Sequence[ScheduledChunk], tokens: Tensor | None = None) -> Tensor | None:
@@ -232,14 +232,14 @@ class DecodeGraphs:
         inputs.write(chunks, self._builder.table_of(chunks, min(longest, shape[1])), size)
         inputs.send()
         if tokens is not None:
-            # Behind the copy from the host, which brings placeholders for tokens that only the device knows.
+            # After the copy from the host, which writes placeholders for tokens that only the device knows.
             inputs.batch.token_ids[:count].copy_(tokens)
         logits, self.hidden = replay()
         return logits[:count]
 
     def _captured(self, sequences: int, pages: int) -> tuple["_Inputs", Callable[[], Outputs]]:
         inputs = _Inputs(sequences, pages, self._cache.page_size, self._max_length, self._model.device)
-        inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # a rehearsal stores nothing
+        inputs.write((), np.zeros((0, 0), dtype=np.int32), self._cache.page_size)  # empty: trial runs store nothing
         inputs.send()
         return inputs, self._capture(lambda: self._model.compute(inputs.batch, self._cache))
 
@@ -259,7 +259,7 @@ class _Inputs:
 
     def __init__(self, sequences: int, pages: int, page_size: int, max_length: int, device: torch.device) -> None:
         self._sequences, self._width = sequences, table_width(pages)
-        # Arrays begin at multiples of 16 bytes, as those of eager steps do: the launches are then compiled already.
+        # Arrays begin at multiples of 16 bytes, as those of eager steps do, so the kernels are compiled already.
         self._starts_at = _ROWS * aligned(8 * sequences)
         self._table_at = self._starts_at + aligned(4 * (sequences + 1))
         num_bytes = self._table_at + 4 * sequences * self._width
@@ -280,7 +280,7 @@ class _Inputs:
             page_table=page_table,
             logit_rows=torch.arange(sequences, device=device),
             query_lengths=(1,) * sequences,
-            # Upper bounds: what the host sees while capturing must hold for every step that the graph repeats.
+            # Upper bounds: what the host sees while capturing must hold for every step that the graph replays.
             context_lengths=(pages * page_size,) * sequences,
             sequence_ids=tuple(range(sequences)),
             text_positions=text_positions,

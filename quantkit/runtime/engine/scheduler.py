@@ -1,4 +1,4 @@
-"""Choice of the sequences in each step and of how many tokens each computes, without tensors or clock.
+"""Choice of the sequences in each step, and of the number of tokens that each computes; uses no tensors and no clock.
 
 Prefill and decode share a step, which has one token budget. Each decoding sequence takes one token plus its drafts. The
 rest of the budget goes to prompts in chunks, oldest first. No prompt gets the whole rest while other prompts wait for
@@ -27,7 +27,7 @@ from quantkit.runtime.sequence import Sequence
 
 Work = list[tuple[Sequence, int]]
 
-_OVERTAKEN = 8  # at most this many times max_sequences requests are overtaken to find some that need not wait
+_OVERTAKEN = 8  # at most _OVERTAKEN * max_sequences requests are overtaken to find some that need not wait
 
 
 class Scheduler:
@@ -147,14 +147,14 @@ class Scheduler:
             sequence = self.waiting[0]
             hits = self._prefix.match(sequence)
             keys = self._scored_keys(sequence, len(hits))
-            # Another one computes its first missing page, or all of them: the last key covers all pages before it too.
+            # Another sequence computes its first missing page, or all: the last key covers all pages before it too.
             if keys and keys[-1 if self._fixed_chunks else 0] in computing:
                 overtaken.append(self.waiting.popleft())
                 if len(overtaken) == _OVERTAKEN * self._config.max_sequences:
                     break
                 continue
             if keys and self._fixed_chunks:
-                hits = []  # a partial hit would read rounded keys that computing it alone reads unrounded
+                hits = []  # with a partial hit, it would read rounded keys that it otherwise reads unrounded
             needed = self._promised(sequence) - len(hits)
             # Hits that nobody references are on the free list, but using them takes them off it.
             available = self._pool.num_free - sum(map(self._pool.is_free, hits)) - promised
@@ -221,7 +221,7 @@ class Scheduler:
     def _prefill(self, work: Work, prefills: list[Sequence], budget: int) -> None:
         """Add a chunk of each prompt to the work, as far as budget and pages allow."""
         for sequence, (count, is_whole) in zip(prefills, self._shares(prefills, budget), strict=True):
-            # Without a row it has just lost its pages to an older prompt of the same step.
+            # A sequence without a row has just lost its pages to an older prompt of the same step.
             if count <= 0 or sequence.row < 0:
                 continue
             if not self._take_pages(sequence, sequence.num_computed + count):

@@ -8,14 +8,14 @@ speculative sampling (Leviathan et al. 2023) with common random numbers for draf
 ones. A draft drawn with the same variates is accepted with probability at least (1 - d) / (1 + d), where d is the total
 variation distance (Daliri et al. 2025, Coupling without Communication and Drafter-Invariant Speculative Decoding).
 
-This needs logits that do not depend on how many tokens a step computes. The C kernels have the same bits either way.
+This needs logits that do not depend on how many tokens a step computes. The C kernels give the same bits either way.
 Elsewhere, rounding may decide a near tie differently. With a quantized KV cache the output may differ anywhere, because
 tokens of one step see each other unquantized.
 
 `SpeculationController` uses measured step times to choose the number of drafts. Verifying k drafts takes no extra time
 while a step is bound by reading weights. It takes extra time once the step is bound by arithmetic: with large batches,
 low-bit weights, or on CPUs. So the controller measures tokens and time of steps with and without drafts for each batch
-size, and uses the number of drafts (or 0) that gives the maximum number of tokens per second.
+size, and uses the number of drafts (or 0) that gives the most tokens per second.
 """
 
 from abc import ABC, abstractmethod
@@ -173,7 +173,7 @@ class SpeculationController:
 class Proposer(ABC):
     """Proposes draft tokens for sequences."""
 
-    def connect(  # noqa: B027 - most proposers need nothing of the engine
+    def connect(  # noqa: B027 - most proposers need nothing from the engine
         self, runner: Runner, reserve: Callable[[Iterable[tuple[Sequence, int]]], bool]
     ) -> None:
         """Receive the engine's runner, and `Scheduler.reserve`, before the first step."""
@@ -185,8 +185,8 @@ class Proposer(ABC):
 
         Args:
             chunks: chunks of the step.
-            following: for each chunk, the tokens that follow its first tokens: one for each token of the chunk that is
-                certain, so none for rejected drafts.
+            following: for each chunk, the token that follows each of its certain tokens. Rejected drafts, which come
+                last in a chunk, have none.
         """
 
     @abstractmethod
@@ -226,8 +226,8 @@ class NgramProposer(Proposer):
     """Finds an earlier occurrence of a sequence's last tokens and proposes the tokens after it (prompt lookup).
 
     Args:
-        longest, shortest: maximum and minimum number of last tokens to search for. The longest match is used; of
-            several matches of this length, the most recent.
+        longest, shortest: maximum and minimum number of last tokens to search for. The longest match is used; if
+            several matches have this length, the most recent one is used.
     Source: Saxena 2023, Prompt Lookup Decoding.
     """
 

@@ -82,7 +82,7 @@ def _forget_pool() -> None:
 def thread_limit() -> int:
     """Return how many threads this process may keep busy.
 
-    This is the least of the CPU affinity, the cgroup quota and OMP_NUM_THREADS; in a forked child it is 1.
+    This is the minimum of the CPU affinity, the cgroup quota and OMP_NUM_THREADS; in a forked child it is 1.
     """
     if not _has_pool:
         return 1
@@ -133,7 +133,7 @@ def _median_time(work: Callable[[], object], budget_s: float) -> float:
 
 
 def smallest_near_best(timings: dict[int, tuple[float, ...]]) -> ThreadChoice:
-    """Return the smallest number of threads within 10 % of the best time, weighing all products equally.
+    """Return the smallest number of threads within 10 % of the best time, with equal weights for all products.
 
     Args:
         timings: seconds of each product, keyed by number of threads in ascending order from one.

@@ -1,8 +1,8 @@
-"""LoRA adapters of a loaded model: each request chooses one, or none, and requests of all kinds share a step.
+"""LoRA adapters of a loaded model: each request chooses one or none; requests with different adapters share a step.
 
 An adapter changes a linear to W x + scale * B (A x). W stays as it is, quantized or not, so one copy of the base serves
-all adapters. Neighbouring linears that are fused into one have one A, all of theirs stacked, and one B, all of theirs
-along the diagonal: two small products per fused linear and adapter.
+all adapters. If neighbouring linears are fused into one, their matrices A are stacked into one A, and their matrices B
+are placed along the diagonal of one B. Each fused linear and adapter then needs two small products.
 Source: Hu et al. 2021, LoRA; Chen et al. 2023, Punica, for several adapters in one batch.
 Shapes: T tokens, N outputs, K inputs, R sum of the ranks of the fused linears.
 """
@@ -27,11 +27,11 @@ class Adapters:
     """The adapters of a model, and the rows of the current step that use them. *Mutable*: `select` changes the rows.
 
     Args:
-        by_name: the adapters, keyed by the names by which requests choose them.
+        by_name: the adapters, keyed by the names that requests use.
     Attributes:
         rows: indices of the step's tokens that use an adapter, keyed by the adapter's name.
         num_rows: number of tokens in the step.
-        num_bytes: bytes of all adapters, as they are laid out for the kernels.
+        num_bytes: bytes of all adapters in the layout of the kernels.
     """
 
     by_name: Mapping[str, Adapter] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Adapters:
         return AdaptedLinear(linear, self, updates) if updates else linear
 
     def check_applied(self) -> None:
-        """Refuse an adapter with updates of linears that the model computes in another way than as a linear.
+        """Refuse an adapter that updates a linear that the model does not compute as a separate linear.
 
         Raises:
             ModelError: there is such an update.
@@ -118,7 +118,7 @@ class Adapters:
                 others = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
                 raise ModelError(
                     f"{adapter.path} changes {', '.join(left[:_SHOWN])}{others}, which quantkit's layers do not "
-                    "compute as a linear of its own; merge the adapter with `quantkit quantize --adapter`"
+                    "compute as separate linears; merge the adapter with `quantkit quantize --adapter`"
                 )
 
 
@@ -186,7 +186,7 @@ def _fuse(
     """Return the updates of fused linears as one update.
 
     Args:
-        updates: update of each linear; None = it is not changed.
+        updates: update of each linear; None = the adapter does not change this linear.
         sizes: number of outputs of each linear.
         orders: order (N_i,) of each linear's outputs; None = as stored.
     Returns:

@@ -26,7 +26,7 @@ class StoredCache:
 
     Args:
         schemes: scheme of each layer according to config.json; None = config.json has none.
-        scales: fixed scales of keys and of values of each layer; None for a layer without.
+        scales: fixed scales of keys and of values of each layer; None for a layer without scales.
         note: why quantkit ignores settings or scales of the checkpoint; empty if it follows all of them.
         latent: whether keys are also values.
     """
@@ -70,7 +70,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     except SchemeError as error:
         schemes = None
         note = f"quantkit ignores the checkpoint's KV cache settings and keeps keys and values unquantized: {error}"
-    # Scales stand in the attention module, beside its projections.
+    # The attention module holds the scales, beside its projections.
     attention = config.family.parts.output.rpartition(".")[0]
     heads = 1 if config.latent else config.num_kv_heads
     names = [f"{config.family.layers}.{index}.{attention}" for index in range(count)]
@@ -83,7 +83,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
             for index, name in enumerate(names)
         )
     except CheckpointError as error:
-        # Scales that config.json announces must be right; for others a note is enough.
+        # Scales that config.json announces must be valid; for other scales a note is enough.
         if schemes is not None:
             raise
         scales = (None,) * count
@@ -112,9 +112,9 @@ def follows_checkpoint(path: str | Path) -> bool:
 def cache_type(layouts: Sequence[Layout], asked: str) -> str:
     """Return the short name of a cache's number type.
 
-    This is the name that the user gave. If it is `auto` and layers are quantized, it is the type of most of them: that
-    of `--kv-cache` with the same scheme, or else the number type of the keys (of values, in a layer whose keys are
-    unquantized). If the layers have several types, `OTHERS` follows.
+    This is the name that the user gave. If that is `auto` and layers are quantized, this is the most common type of the
+    quantized layers: the value of `--kv-cache` with the same scheme, or else the number type of the keys (or of the
+    values, if the keys are unquantized). If the layers have several types, `OTHERS` follows.
 
     Args:
         layouts: layout of each layer.

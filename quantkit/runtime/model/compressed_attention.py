@@ -1,11 +1,11 @@
 """DeepSeek-V4's attention: a window of single tokens, plus entries that each represent several tokens.
 
-Each token has one vector, which is key and value of all heads. Attention outputs are rotated back by the query's angle,
-so that only distances matter. An entry is a sum of its tokens, weighted per channel by gates. A query sees an entry if
-none of the entry's tokens is newer than the query. In layers whose entries represent few tokens, entries overlap, and
-an indexer selects the entries that a query reads. Everything runs in torch, one sequence at a time. Shapes: T new
-tokens of all sequences, L new tokens of one sequence, H hidden width, Hq heads, D channels of a head (the last R of
-them are rotated), r tokens per entry, E entries.
+Each token has one vector, which is the key and the value of every head. Attention outputs are rotated back by the
+query's angle, so that only distances matter. An entry is a sum of its tokens, weighted per channel by gates. A query
+sees an entry if none of the entry's tokens is newer than the query. In layers whose entries represent few tokens,
+entries overlap, and an indexer selects the entries that a query reads. Everything runs in torch, one sequence at a
+time. Shapes: T new tokens of all sequences, L new tokens of one sequence, H hidden width, Hq heads, D channels of a
+head (the last R of them are rotated), r tokens per entry, E entries.
 Source: DeepSeek-AI 2026, DeepSeek-V4; transformers `models/deepseek_v4/`.
 """
 
@@ -43,8 +43,8 @@ class Compressor:
             otherwise 1.
         norm: norm of an entry.
         width: number of channels D of an entry.
-        rope: rotary embedding of entries. Entry i has the position of token i * r, its first token that is not also in
-            the entry before.
+        rope: rotary embedding of entries. Entry i has the position of token i * r, the first of its tokens that is not
+            also in the previous entry.
     """
 
     bias: Tensor
@@ -57,14 +57,14 @@ class Compressor:
 
         Args:
             tokens: (n, 2 S D) values and gates of the tokens from position `start` on.
-            first, last: index of the first entry to compute, and of the first entry after those.
+            first, last: index of the first entry to compute, and the index after the last.
         Returns:
             Entries (last - first, D).
         """
         rate, overlaps = len(self.bias), self.bias.shape[1] > self.width
         begin = (first - overlaps) * rate
         value, gate = tokens[max(0, begin) - start : last * rate - start].chunk(2, dim=1)
-        before = max(0, -begin)  # the first entry has no tokens before its own
+        before = max(0, -begin)  # no tokens precede those of the first entry
         value, gate = F.pad(value, (0, 0, before, 0)), F.pad(gate.float(), (0, 0, before, 0), value=-torch.inf)
         value, gate = (one.view(-1, *self.bias.shape) for one in (value, gate))  # (E + overlaps, r, S D)
         gate = gate + self.bias

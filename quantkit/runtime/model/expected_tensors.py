@@ -33,7 +33,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def manifest_of(model: ModelDescription, head: MTPHead | None = None) -> tuple[dict[str, tuple[int, int]], Shapes]:
-    """Return the tensors that a checkpoint of a model must hold, as `model_tensors`, with those of one MTP head."""
+    """Return the tensors that a checkpoint of a model must hold, as `model_tensors`, and those of an MTP head."""
     linears, others = model_tensors(model)
     if head is not None:
         own = head_tensors(model, head)
@@ -125,7 +125,7 @@ def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]
 
 
 def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
-    """Check before reading any weight that all of them fit in memory; the largest tensor counts twice.
+    """Check that all weights fit in memory before any weight is read; the largest tensor counts twice.
 
     Args:
         reader: reader of the checkpoint.
@@ -144,5 +144,5 @@ def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.dev
     if needed > available:
         raise ResourceError(
             f"{reader.path}: loading needs {byte_size(needed)} on {device}, but {byte_size(available)} are available; "
-            "use a smaller or more strongly quantized model, or free memory"
+            "use a smaller or more heavily quantized model, or free memory"
         )

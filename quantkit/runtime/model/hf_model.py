@@ -5,7 +5,7 @@ continues before the end of its cache (after rejected drafts), the cache is crop
 cache cannot be cropped. Code that comes with a checkpoint is never run.
 
 `Steps` describes how a model continues a sequence: with which cache, and with or without explicit positions. No
-attribute of a model tells this: some models keep only keys and values, some have their own cache class, some count
+attribute of a model says how: some models keep only keys and values, some have their own cache class, some count
 positions from zero in every step. `find_steps` therefore tries each way on a few tokens and takes the first way whose
 logits equal those of a single pass over all tokens, up to rounding.
 """
@@ -129,7 +129,7 @@ def _error(steps: Steps, model: Any, tokens: Tensor, whole: Tensor) -> float:
             steps.advance(model, tokens[first:].flip(0), first, cache, keep)
             cache.crop(-2)
         logits, _ = steps.advance(model, tokens[first:], first, cache, keep)
-    except Exception:  # whatever a model raises that does not take such a cache
+    except Exception:  # whatever a model raises if it does not accept such a cache
         return torch.inf
     error: Tensor = (logits.float() - whole[first:]).norm() / whole[first:].norm()
     return float(error.nan_to_num(torch.inf))
@@ -248,7 +248,7 @@ def load_with_transformers(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except Exception as error:  # whatever transformers raises on a model that it cannot load
+    except Exception as error:  # whatever transformers raises if it cannot load the model
         raise ModelError(f"{reader.path}: transformers cannot load this model: {first_line(error)}") from error
     _check_report(reader, report)
     config = model.config.get_text_config()
@@ -257,7 +257,7 @@ def load_with_transformers(
         notes = (*notes, "config.json has no max_position_embeddings, so contexts are limited to 4096 tokens")
     try:
         return TransformersModel(model.to(device).eval(), length or 4096, eos_ids, notes)
-    except Exception as error:  # whatever a model raises that cannot compute a few tokens
+    except Exception as error:  # whatever a model raises if it cannot compute a few tokens
         raise ModelError(
             f"{reader.path}: transformers loads this model, but cannot run it: {first_line(error)}"
         ) from error
@@ -273,18 +273,18 @@ def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
             f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all); the download is incomplete, or "
-            "config.json belongs to another model"
+            "config.json belongs to a different model"
         )
     if mismatched := sorted(report["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         raise CheckpointError(
             f"{reader.path}: tensor {name} has shape {list(stored)} where transformers expects {list(expected)} "
-            f"(tensors with a wrong shape: {len(mismatched)}); config.json belongs to another model"
+            f"(tensors with a wrong shape: {len(mismatched)}); config.json belongs to a different model"
         )
     if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_buffer(reader, name)):
         raise CheckpointError(
-            f"{reader.path}: transformers would ignore tensor {unexpected[0]} ({len(unexpected)} in all) and compute "
-            "another model; use the config.json that belongs to these weights"
+            f"{reader.path}: transformers would ignore tensor {unexpected[0]} ({len(unexpected)} in all) and compute a "
+            "different model; use the config.json that belongs to these weights"
         )
 
 

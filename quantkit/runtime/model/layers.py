@@ -33,7 +33,7 @@ from quantkit.runtime.cache.kv_cache import KVCache
 
 @dataclass(slots=True, eq=False)
 class RMSNorm:
-    """Root mean square norm over the last dimension of x + residual; returns the normed sum and the sum.
+    """Root mean square norm over the last dimension of x + residual; returns the normalized sum and the sum.
 
     Args:
         weight: (H,).
@@ -123,11 +123,11 @@ class Attention:
         output: linear (T, Hq D) -> (T, H).
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
         options: further options of the attention kernel, including the norms that it can apply.
-        norms: norms of queries and keys that the kernel cannot apply; None = there are none.
+        norms: norms of queries and keys that the kernel cannot apply; None = there are no such norms.
         norm_flat: whether these norms span all heads of a token.
         norm_last: whether these norms follow the rotation.
-        clip: bound on the absolute value of queries, keys and values, after norms over all heads and before norms of
-            single heads; None = no bound.
+        clip: bound on the absolute value of queries, keys and values. It is applied after norms over all heads and
+            before norms of single heads. None = no bound.
         growth: maps positions (T,) to factors (T,) on the queries; None = no factor.
         is_gated: whether each head's output is multiplied by the sigmoid of its gate.
     """
@@ -152,7 +152,7 @@ class Attention:
         return self.qkv, self.output
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
-        """Attend.
+        """Compute the attention of the new tokens, and store their keys and values.
 
         Args:
             x: (T, H); may be `QuantizedActivations` only if `qkv` accepts them.
@@ -242,7 +242,8 @@ class MLP:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Mixture:
-    """Mixture of experts in place of an MLP: a router chooses k of E experts per token and sums their weighted outputs;
+    """Mixture of experts in place of an MLP: a router chooses k of E experts per token; weighted outputs are added.
+
     `reference.experts` defines the computation.
 
     Args:
@@ -330,7 +331,7 @@ class Block:
     rope: int | None
 
     def __post_init__(self) -> None:
-        # The input norm may quantize only for all its readers, and a parallel MLP without a norm is one of them.
+        # The input norm quantizes only if all its readers do. A parallel MLP without its own norm is one of them.
         shared = [self.mlp] if self.attention is None or (self.parallel and self.mlp_norm is None) else []
         mixing = [] if self.attention is None else [self.attention.qkv]
         self.input_norm = norm_for(self.input_norm, [*mixing, *shared])
@@ -372,7 +373,7 @@ class Block:
         """Return the output of a layer that has only one half."""
         if self.attention is not None:
             return self.attention(entered, batch, cache, angles)
-        assert self.mlp is not None, "a layer is one half at least"
+        assert self.mlp is not None, "a layer has at least one half"
         return self.mlp(entered)
 
 

@@ -76,7 +76,7 @@ def load_model(
     Args:
         path: directory with config.json and safetensors, or a GGUF file.
         dtype: dtype of the computation: float32, bfloat16 or float16 (short: fp32, bf16, fp16). auto = the checkpoint's
-            dtype, except on a CPU that is slow in it.
+            dtype, except on a CPU that computes slowly in this dtype.
         device: target device.
         head_dtype: int8 or int4 quantizes the output head at load; None leaves it unchanged.
         backend: native = quantkit's own layers; transformers = any causal language model of transformers; auto = native
@@ -138,7 +138,7 @@ def _warn_once(text: str) -> None:
 
 def _merged(path: Path, adapter: Path | str, family: Family) -> CheckpointReader:
     """Return a reader of an unquantized model with an adapter merged."""
-    dense = open_dense(path)  # which knows whether weights are quantized, so that merging refuses them
+    dense = open_dense(path)  # knows which weights are quantized; merging refuses these
     return merged(dense, read_adapter(adapter, ModelReader.of(dense, family)), family)
 
 
@@ -156,8 +156,8 @@ def _check_transformers(reader: CheckpointReader, head_dtype: str | None, adapte
         )
     if adapters:
         raise InputError(
-            f"transformers runs this model, and quantkit adds adapters ({', '.join(adapters)}) only to its own layers; "
-            "merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
+            f"transformers runs this model, but quantkit can apply adapters ({', '.join(adapters)}) only in its own "
+            "layers; merge the adapter with `quantkit quantize --adapter`, or leave --adapter out"
         )
 
 
@@ -180,7 +180,7 @@ def load_native(
     Raises:
         NotNative: the runtime cannot decode the format of the quantized linears.
         ModelError, CheckpointError, ResourceError: see `load_model`.
-        RequestError: the checkpoint has no MTP head, although it is asked for.
+        RequestError: `mtp` is true, but the checkpoint has no MTP head.
     """
     loaded = _read_adapters(reader.path, adapters, config.family) if adapters else Adapters()
     reader = ModelReader.of(reader, config.family)
@@ -222,7 +222,7 @@ def load_native(
 def build_parts(weights: Weights) -> tuple[Tensor, dict[str, Any]]:
     """Return the embedding table (V, H), and the parts of a `NativeModel` between it and the head by field name."""
     config = weights.config
-    # Each distinct rotary embedding once, in order: layers with equal ones share a table of angles.
+    # Each distinct rotary embedding once, in order: layers with equal embeddings share a table of angles.
     ropes = list(dict.fromkeys(filter(None, config.ropes)))
     name = f"{config.family.embedding}.weight"
     # In its stored dtype: converting the few rows of a step is cheaper than keeping a second table.
@@ -231,7 +231,7 @@ def build_parts(weights: Weights) -> tuple[Tensor, dict[str, Any]]:
     build = build_block if config.family.block is None else build_streamed_block
     for index in range(config.num_layers):
         blocks.append(build(weights, index, ropes))
-        # After each layer: otherwise the C library would keep the memory freed while reading, and it would add up.
+        # After each layer, because the C library would otherwise keep the memory that reading a layer frees.
         release_freed_memory()
     streams = None if config.family.block is None else build_head(weights)
     norm = weights.norm(config.family.final_norm)
@@ -275,7 +275,7 @@ def find_format(reader: CheckpointReader) -> tuple[Format | None, Scheme | None]
         raise NotNative(f"quantization of this kind ({error})") from error
     if format_ is not None and format_.is_stacked:
         raise NotNative(f"quantization of this kind ({format_.name}, with stacked experts)")
-    # DeepSeek-V4 was published so, with two codes per byte in experts; `Weights` reads only names that formats write.
+    # DeepSeek-V4 was published in this form, with two codes per byte in experts. `Weights` cannot read such names.
     scales = (name.removesuffix("scale") for name in reader.names if name.endswith(".scale"))
     if format_ is not None and any(f"{module}weight" in reader for module in scales):
         raise NotNative(f"quantization of this kind ({format_.name}, with scales under unusual names)")
@@ -314,7 +314,7 @@ def read_eos(reader: CheckpointReader) -> tuple[int, ...]:
     value = ConfigReader(reader.config).get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of token ids")
+        raise ModelError(f"{reader.path}: eos_token_id is {value!r}, not a token id or a list of token ids; correct it")
     return tuple(ids)
 
 
@@ -332,7 +332,7 @@ def _stored_dtype(reader: CheckpointReader) -> torch.dtype:
 
 
 def _build_ends(weights: Weights, table: Tensor, head_dtype: str | None) -> tuple[Callable[[Tensor], Tensor], Linear]:
-    """Return what looks up rows of the embedding table (V, H), and the output head."""
+    """Return a function that looks up rows of the embedding table (V, H), and the output head."""
     head = _build_head(weights, table, head_dtype)
     if weights.config.tied and head_dtype is None and isinstance(head, NativeLinear) and head.is_dense:
         # Rows are looked up in the head's panels, so that memory does not hold the table twice.
@@ -361,7 +361,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
     if head_dtype is not None:
         rounded = round_to_nearest(weight, WeightGrid(head_scheme(head_dtype, weight.shape[1]), weight.dtype))
     head = weights.build(rounded, None if biases is None else biases[0])
-    # In any other layout or dtype the head is a converted copy, which takes memory of its own.
+    # In any other layout or dtype, the head is a converted copy and needs additional memory.
     is_shared = head_dtype is None and isinstance(head, DenseLinear) and table.dtype == weights.dtype
     weights.num_bytes += 0 if is_shared else head.stored_bytes
     weights.stored_bytes += head.stored_bytes

@@ -112,7 +112,7 @@ class NativeModel(Model):
         self.tables = [RopeTable(rope, self.device) for rope in self.ropes]
         self._embedding_scale = self.config.embedding_scale
         if self.config.family.multipliers.root_embedding:
-            # Gemma was trained with the root of its width rounded to the model's dtype.
+            # Gemma was trained with the square root of its width, rounded to the model's dtype.
             self._embedding_scale = torch.tensor(self._embedding_scale, dtype=self.dtype).item()
 
     @property
@@ -133,8 +133,8 @@ class NativeModel(Model):
         """Compute one step; return the logits as `forward` does, and what the MTP head reads.
 
         Returns:
-            Logits (R, V), and the hidden states (T, H) of all rows after the final norm; None for these if the model
-            has no MTP head.
+            Logits (R, V), and the hidden states (T, H) of all rows after the final norm. The hidden states are None if
+            the model has no MTP head.
         """
         assert cache is not None, "a paged model needs a KV cache"
         self.adapters.select(batch)
@@ -157,7 +157,7 @@ class NativeModel(Model):
         """Run the MTP head, and store its keys and values.
 
         Args:
-            hidden: (T, H) hidden states of the model or, in a further step, of the head.
+            hidden: (T, H) hidden states of the model; for drafts after the first, of the head itself.
             batch: positions and pages of these states; `token_ids` (T,) are the tokens that follow them.
             cache: KV cache.
         Returns:
@@ -176,7 +176,7 @@ class NativeModel(Model):
     def embed(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled.
 
-        `look_up` returns rows of another table than the model's.
+        `look_up` returns rows of a table other than the model's.
         """
         x = (look_up or self.embedding)(token_ids).to(self.dtype)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
@@ -255,7 +255,7 @@ def config_layouts(
                 head_dim=shape.key_dim,
                 rope_dim=shape.rope_dim,
                 sinks=config.family.sinks is not None,
-                # A window layer reads few tokens: there is little to save, and its errors are known to cost accuracy.
+                # A window layer reads few tokens: quantization saves little there, and is known to cost accuracy.
                 cache=cache if shape.window is None else LayerCache(),
                 is_windowed=shape.window is not None,
                 **sizes,

@@ -1,7 +1,7 @@
 """The first MTP head of a model, ready to run: one more decoder layer that drafts the token after the next one.
 
 `models.mtp` says what a head computes and what its tensors are called. The head's layer keeps keys and values in the
-model's KV cache, as the layer after the model's last one, so that pages, shared prefixes and preemption hold for it
+model's KV cache, as the layer after the model's last one, so pages, shared prefixes and preemption apply to it
 too. Shapes: T tokens, H hidden width, V vocabulary.
 """
 
@@ -27,16 +27,16 @@ from quantkit.runtime.model.weights import Weights, build_block
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DraftHead:
-    """Computes hidden states, from which drafts follow, out of the model's hidden states and the next tokens.
+    """Computes the hidden states of drafts from the model's hidden states and the next tokens.
 
     Args:
         description: names and order of the computations.
-        embedding: looks up token ids (T,) in the head's own table; None = the model's applies.
+        embedding: looks up token ids (T,) in the head's own table; None = it uses the model's table.
         embedding_norm, hidden_norm: norms of the two inputs.
         projection: linear (T, 2 H) -> (T, H).
         block: the decoder layer.
         final_norm: norm after the decoder layer.
-        output: the head's own output projection, (T, H) -> (T, V); None = the model's.
+        output: the head's own output projection, (T, H) -> (T, V); None = it uses the model's.
     """
 
     description: MTPHead
@@ -54,7 +54,7 @@ class DraftHead:
         """Return the head's hidden states (T, H), which are also what a further step of the head reads.
 
         Args:
-            hidden: (T, H), the model's hidden states after its final norm, or the head's own of the previous position.
+            hidden: (T, H), the model's hidden states after its final norm, or the head's own at the previous position.
             embedded: (T, H), embeddings of the tokens that follow.
             batch: positions and pages of the hidden states.
             cache, angles: see `Attention`.
@@ -82,7 +82,7 @@ def find_draft_head(config: ModelConfig, reader: CheckpointReader) -> MTPHead:
     if not heads:
         raise RequestError(
             f"{reader.path}: the model has no MTP head that can draft; use speculate=ngram (--speculate ngram), or "
-            "leave it out"
+            "leave speculate out"
         )
     return heads[0]
 
@@ -91,7 +91,7 @@ def build_draft_head(weights: Weights, head: MTPHead, ropes: Sequence[RopeConfig
     """Build an MTP head.
 
     Args:
-        weights: source of the parts; its byte counts grow.
+        weights: builds the parts of the head and counts their bytes.
         head: description of the head.
         ropes: rotary embeddings of the model.
     """

@@ -23,7 +23,7 @@ class _Mixing:
     Args:
         weight: (N, n H) float32, projection to N numbers.
         bias: (N,) float32, added to the numbers.
-        scale: float32, one factor on the numbers of each kind.
+        scale: float32, one factor for each kind of number.
         eps: epsilon of the norm.
         floor: added to values that must not be zero.
     """

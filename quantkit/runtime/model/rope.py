@@ -46,7 +46,7 @@ def frequencies(rope: RopeConfig, length: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Keep high frequencies, divide low ones by the factor, and blend both for frequencies between."""
+    """Keep high frequencies, divide low ones by the factor, and blend both for those in between."""
 
     def channel(rotations: float) -> float:
         """Return the pair of channels that makes this many rotations within the original length."""
@@ -57,7 +57,7 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.width - 1)
-    # The ramp divides by the difference of both.
+    # The ramp divides by high - low, which must not be zero.
     if low == high:
         high += 0.001
     ramp = ((torch.arange(rope.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -121,7 +121,7 @@ class RopeTable:
         if length > self._length:
             # At least doubled: a sequence that grows token by token must not compute a new table in every step.
             self._length = max(length, 2 * self._length)
-            # Length 0: the table serves sequences up to the turning length, which all have a short one's wavelengths.
+            # Length 0: the table serves sequences up to the turning length, which all have the same wavelengths.
             self.cos, self.sin = angles_at(self.rope, torch.arange(self._length, device=self.device))
 
 

@@ -47,18 +47,18 @@ Weight = Tensor | QuantizedTensor
 
 @dataclass(kw_only=True, slots=True)
 class Weights:
-    """Source of a model's parts. *Mutable*: counts bytes.
+    """Builds the parts of a model from a checkpoint. *Mutable*: it counts the bytes of the parts that it builds.
 
     Args:
         reader: reader of the checkpoint.
         config: config of the model.
-        format, scheme: format and scheme of the quantized linears; both None if there are none.
+        format, scheme: format and scheme of the quantized linears; both are None if no linear is quantized.
         dtype, device: dtype and device of the computation.
-        rounds_inputs: see `LinearSettings`.
+        rounds_inputs: whether linears may round their inputs to int16, see `LinearSettings`.
         num_bytes: bytes of all parts built so far.
-        stored_bytes: bytes that one decode step reads.
-        adapters: adapters, whose updates the linears get.
-        notes: decisions made while building that users should know.
+        stored_bytes: bytes of these parts that one decode step reads.
+        adapters: adapters whose updates are applied to the linears.
+        notes: decisions made while building that users should know about.
     """
 
     reader: CheckpointReader
@@ -109,7 +109,7 @@ class Weights:
         Args:
             names: full module names.
             orders: indices (N,) that put the rows of a module in the order needed, keyed by full module name; only for
-                modules that are stored in another order.
+                modules that are stored in a different order.
             read_share: share of the weight that a decode step reads, for experts.
         """
         stored = [self._read(name) for name in names]
@@ -198,10 +198,10 @@ def build_block(weights: Weights, index: int, ropes: Sequence[RopeConfig], prefi
     """Build one decoder layer.
 
     Args:
-        weights: source of the parts; its byte counts grow.
+        weights: builds the parts of the layer and counts their bytes.
         index: layer number.
         ropes: rotary embeddings of the model.
-        prefix: prefix of the names of the layer's tensors; None = that of the model's layer with this number.
+        prefix: prefix of the names of the layer's tensors; None = the prefix of layer `index`.
     """
     config = weights.config
     prefix, rope = prefix or f"{config.family.layers}.{index}.", config.ropes[index]
@@ -273,7 +273,7 @@ def _build_latent(weights: Weights, index: int, prefix: str) -> LatentAttention:
     return LatentAttention(
         layer=index,
         qkv=weights.linear([prefix + query, f"{prefix}kv_a_proj_with_mqa"]),
-        # These norms have an epsilon of their own, whatever config.json says.
+        # The epsilon of these norms is fixed, whatever config.json says.
         query_norm=weights.norm(f"{prefix}q_a_layernorm", eps=1e-6) if narrow else None,
         query_up=weights.linear([f"{prefix}q_b_proj"]) if narrow else None,
         latent_norm=weights.norm(f"{prefix}kv_a_layernorm", eps=1e-6),
@@ -337,7 +337,7 @@ def _build_curve(weights: Weights, owner: str) -> Callable[[Tensor], Tensor] | N
     """Build the activation of an MLP if it has parameters; return None for a named activation without parameters.
 
     Args:
-        weights: source of the parts.
+        weights: reads the parameters.
         owner: full name of the activation's module.
     """
     config, read = weights.config, weights.config.entries
@@ -391,7 +391,7 @@ def _stack(weights: Weights, config: ExpertsShape, experts: Iterator[MLP]) -> St
     stacked = stack(pairs, count=config.num_experts, activation=weights.config.activation)
     if not isinstance(stacked, str):
         return stacked
-    # The experts are read once more, one by one, and must not be counted twice.
+    # The experts are then read again, one by one, and must not be counted twice.
     weights.num_bytes, weights.stored_bytes = before
     weights.notes[f"experts run one after another instead of in one kernel: {stacked}"] = None
     return None

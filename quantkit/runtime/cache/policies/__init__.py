@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 REGISTRY = Registry(package=__name__, attribute="POLICY", noun="eviction policy")
 
 DEFAULT = "keydiff"
-"""Policy to use if the settings name none. In the tests in docs/runtime.md it recalls facts that `window` has lost."""
+"""Policy to use if the settings name none. In the tests of docs/runtime.md, it keeps facts that `window` loses."""
 
 
 class Policy(ABC):
