@@ -11,8 +11,8 @@ INT4 packs channel i and channel i + D/2 into byte i, so that a score is two hal
     low   │ dim 0    │ dim 1    │ ... │ dim D/2-1 │     q[:D/2] . low
     high  │ dim D/2  │ dim D/2+1│ ... │ dim D-1   │   + q[D/2:] . high
 
-INT2 packs channels i, i + D/4, i + D/2 and i + 3 D/4 into byte i, from the lowest bits up. INT3 has the two lower bits
-of its codes like INT2, then D/8 bytes with the upper bits: bit j of byte i belongs to channel i + j D/8.
+INT2 packs channels i, i + D/4, i + D/2 and i + 3 D/4 into byte i, from the lowest bits up. INT3 stores the two lower
+bits of its codes like INT2, then D/8 bytes with the upper bits: bit j of byte i belongs to channel i + j D/8.
 
 Source: Lin et al. 2024, QServe (scales in the page); Liu et al. 2024, KIVI (keys per channel, values per token).
 """
@@ -75,7 +75,7 @@ class KVViews:
         key, value: keys and values in the pool; in latent attention both are the keys.
         key_residual: (rows, H, residual_tokens, D) in the model's dtype, the newest keys of each sequence; the token at
             position p is in slot p % residual_tokens. None unless keys are quantized per channel.
-        value_residual: the newest values in the same way; None unless the layout has `value_residual`.
+        value_residual: the newest values in the same way; None unless `has_value_residual` of the layout is true.
     """
 
     layout: "KVLayout"
@@ -129,7 +129,7 @@ class KVLayout:
             bits = 8 if scheme.dtype is None else scheme.dtype.bits
             if self.head_dim * bits % 8:
                 raise SchemeError(
-                    f"int{bits} {what} need channels that fill whole bytes, not {self.head_dim}; use int8"
+                    f"int{bits} {what} need a number of channels that fills whole bytes, not {self.head_dim}; use int8"
                 )
 
     @property
@@ -149,13 +149,15 @@ class KVLayout:
 
     @property
     def has_value_residual(self) -> bool:
-        """Whether the newest values stay in `dtype` too: most of the attention is on them."""
+        """Whether the newest values stay in `dtype` too, because most of the attention is on them."""
         return kv_sizes.has_value_residual(*self._sides)
 
     @property
     def residual_tokens(self) -> int:
-        """Slots of a sequence's residual windows: one page that is not complete, plus the largest number of tokens that
-        the engine may discard after a step (rejected drafts).
+        """Number of tokens in a sequence's residual window; 0 if keys have none.
+
+        The window holds one page, plus the maximum number of tokens that the engine may discard after a step (rejected
+        drafts).
         """
         return kv_sizes.residual_tokens(self._sides[0], self.page_size)
 
@@ -304,7 +306,7 @@ def kv_scheme(name: str, *, latent: bool = False) -> KVScheme:
 
     Args:
         name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4, k4v3, k4v2, k3v2.
-        latent: whether the keys are also the values, so that 8-bit keys have scales per token.
+        latent: whether the keys are also the values. INT8 keys then have scales per token instead of per channel.
     Raises:
         SchemeError: the name is unknown.
     """

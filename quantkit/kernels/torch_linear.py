@@ -14,7 +14,7 @@ from quantkit.kernels.types import Linear, LinearSource, nbytes
 from quantkit.numerics.scheme import ActivationScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
-# torch._int_mm on CUDA takes more than 16 rows and multiples of 8.
+# torch._int_mm on CUDA needs more than 16 rows, and sizes that are multiples of 8.
 _INT_MM_ROWS = 32
 
 
@@ -35,7 +35,7 @@ def is_int8_by_output(weight: QuantizedTensor, inputs: str) -> bool:
 
 
 def fits_scaled_mm(source: LinearSource) -> bool:
-    """Whether the device multiplies FP8 by FP8 with one scale per row on each side (compute capability 8.9 on)."""
+    """Whether the device multiplies FP8 by FP8 with one scale per row on each side (compute capability >= 8.9)."""
     weight, activation = source.weight, source.activation
     return (
         source.device.type == "cuda"
@@ -178,7 +178,7 @@ class _QuantizedInputsLinear(Linear):
 
 
 def _onednn_product(codes: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """Return (T, N) float32, the product of INT8 codes (T, K) in float32, which it modifies, and a prepacked weight."""
+    """Multiply INT8 codes (T, K), stored as float32 and modified, by a prepacked weight; return (T, N) float32."""
     # oneDNN wants inputs unsigned, with a zero point.
     unsigned, zero = codes.add_(128).to(torch.uint8), torch.zeros_like(scale, dtype=torch.int32)
     out: Tensor = torch.ops.onednn.qlinear_pointwise(

@@ -90,7 +90,7 @@ class ActivationQuantization:
 
 
 class LinearFacts:
-    """Description of a linear. A stack of experts keeps it after the linear itself was freed.
+    """Facts about a linear. A stack of experts keeps them after the linear itself is freed.
 
     Args:
         shape: (N, K).
@@ -117,7 +117,7 @@ class LinearSettings:
         dtype: dtype of the computation.
         device: target device.
         rounds_inputs: whether a kernel may round inputs to int16. Each run of at most 64 inputs has its own step. This
-            usually changes less than a 16-bit dtype does, so it is allowed where float32 only stands in for one.
+            usually changes less than a 16-bit dtype does, so it is allowed where float32 only replaces such a dtype.
     """
 
     bias: Tensor | None = None
@@ -235,7 +235,7 @@ class StackedExperts(Protocol):
             x: (T, K); not modified.
             scores: (T, E) router logits.
             shared: (T, K), added to the result; None = nothing is added.
-            shared_score: (T, 1), whose sigmoid scales `shared`; None = no scaling.
+            shared_score: (T, 1); its sigmoid scales `shared`. None = no scaling.
             choose: maps scores to the weights (T, k) float32 and the indices (T, k) of the chosen experts, like
                 `reference.experts.route`.
         Returns:
@@ -286,11 +286,13 @@ class PagedAttention(Protocol):
     def __call__(
         self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
     ) -> Tensor:
-        """Norm and rotate queries and keys, attend to the cache and to each other, store keys and values.
+        """Compute the attention of new tokens to the cache and to each other, and store their keys and values.
+
+        Queries and keys are normalized and rotated first, if `options` and `angles` say so.
 
         Args:
-            states: queries, keys and values, possibly slices of a larger tensor; queries and keys are modified if
-                normed or rotated.
+            states: queries, keys and values, possibly slices of a larger tensor; queries and keys may be modified in
+                place.
             batch: the batch of the step; its page table covers all tokens, including new ones.
             options: scale, window, norms and further options.
             angles: cosine and sine for the rotation, see `ops.rotary_`; None = no rotation.

@@ -47,7 +47,7 @@ class Library:
         self._functions: dict[str, Function] = {}
 
     def get(self) -> ctypes.CDLL | None:
-        """Return the library, in a checkout compiled on the first call (some seconds); None if unavailable."""
+        """Return the library; None if unavailable. In a checkout, the first call compiles it (some seconds)."""
         return None if _is_off() else self._loaded[0]
 
     def status(self) -> str:
@@ -101,10 +101,10 @@ def _is_off() -> bool:
 
 @cache  # both libraries have the same reason
 def _warn_once(reason: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine the first speaks
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine, only the first one warns
         return
     _LOG.warning(
         "quantkit's C kernels are off: %s. torch computes instead: int4 models run 2 to 5 times slower, and "
-        "rounding differs, so greedy text may too; QUANTKIT_NATIVE=0 hides this line",
+        "rounding differs, so greedy text may differ too; QUANTKIT_NATIVE=0 hides this line",
         reason,
     )

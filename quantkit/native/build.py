@@ -27,13 +27,13 @@ INSTRUCTION_SETS = {
     "avx2": _AVX2,
     "neon": ("asimd", "atomics", "asimddp"),
 }
-"""By name, the CPU flags (as Linux names them) that a library is compiled for, the widest first. They are all that the
-C files ask for, as QK_AVX512 in quantkit.h does.
+"""CPU flags (with Linux's names) that a library is compiled for, keyed by instruction set, widest first. The C
+files test for no other flags; see, for example, QK_AVX512 in quantkit.h.
 """
 OF_MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
 """Names in INSTRUCTION_SETS by machine, as `platform.machine()` and compilers call it."""
 
-_UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # nobody reads either, and both keep loops from being vectors
+_UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # no code reads errno or traps, and both prevent vectorization
 _COMPILE = ("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fopenmp", *_UNREAD)
 _LINK = ("-shared", "-lm", "-s")
 _TIMEOUT_S = 120
@@ -68,10 +68,10 @@ def find_library(sources: Path, *, widest: str | None = None) -> Path:
 
 
 def suitable_sets(widest: str | None = None) -> list[str]:
-    """Return the names of this CPU's instruction sets, from `widest` on if that is one.
+    """Return the names of this CPU's instruction sets, none wider than `widest` if that is such a name.
 
     Raises:
-        BuildError: this CPU has none of them.
+        BuildError: this CPU has none of the instruction sets.
     """
     flags, names = cpu_flags(), OF_MACHINES.get(platform.machine(), ())
     if not flags or not names:
@@ -119,13 +119,13 @@ def machine_of(compiler: str) -> str:
 
 
 def compiler_of(library: Path) -> str:
-    """Return the name and version of the compiler that made a library, as it wrote them there."""
+    """Return the name and version of the compiler that made a library, as recorded in the library."""
     version = re.search(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+", library.read_bytes())
     return version.group().decode().replace("GCC:", "GCC") if version else "an unknown compiler"
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return instruction sets by their Linux names; empty on other systems."""
+    """Return the CPU's instruction sets, by their Linux names; empty on other systems."""
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", _said_by_linux("cpuinfo"), re.MULTILINE)
     return frozenset(line.group(1).split()) if line else frozenset()
 
@@ -145,7 +145,7 @@ def find_compiler() -> str:
 
 def find_openmp() -> str | None:
     """Return the path of the OpenMP library that torch has loaded into this process; None if there is none."""
-    # For what it brings along: before that there is no OpenMP library in this process.
+    # Importing torch loads its OpenMP library into this process.
     import torch  # noqa: F401
 
     mapped = re.search(r"(/\S*/lib(?:gomp|iomp5)[^/\s]*)$", _said_by_linux("self/maps"), re.MULTILINE)
@@ -170,7 +170,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     openmp = find_openmp()
     if openmp is None:
         raise BuildError("this torch has no OpenMP library, which the C kernels share")
-    # The library does not say whose OpenMP it wants, so it gets the one that all can see.
+    # The library does not name an OpenMP library, so it uses the one that is loaded globally.
     ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(path))
 
@@ -203,7 +203,7 @@ def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], 
         finished = Path(work) / library.name
         _run([compiler, *objects, *_LINK, "-o", str(finished)])
         with finished.open("rb") as file:
-            os.fsync(file.fileno())  # or the machine could stop after the renaming and before the writing
+            os.fsync(file.fileno())  # otherwise a crash after the renaming could leave an incomplete file
         finished.replace(library)
 
 

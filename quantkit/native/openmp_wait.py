@@ -5,8 +5,8 @@ busy process, threads spin while the thread that they wait for has lost its core
 
 The library reads the environment variables for this when it is loaded, which `import torch` may have done long ago.
 But it also stops spinning while it manages more threads than there are cores. So a watcher measures several times a
-second how many cores other processes use, and keeps idle threads while they need ours. The number of computing threads
-stays the same, and so do the bits of all results.
+second how many cores other processes use. While these processes need our cores, it keeps additional idle threads. The
+number of computing threads stays the same, and so do the bits of all results.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Watcher:
             self._end = None
 
     def _keep_threads(self, count: int, end: threading.Event) -> None:
-        """Make OpenMP manage `count` threads more, this one included, until `end` is set."""
+        """Make OpenMP manage `count` more threads, including this one, until `end` is set."""
         nothing = ctypes.cast(self._openmp.omp_get_level, ctypes.c_void_p)  # any function without an effect
         self._openmp.GOMP_parallel(nothing, None, ctypes.c_uint(count), ctypes.c_uint(0))
         end.wait()
@@ -89,7 +89,7 @@ def busy_seconds(cores: frozenset[int]) -> float:
     for line in Path("/proc/stat").read_text().splitlines():
         name, *values = line.split()
         if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in cores:
-            ticks = [int(value) for value in values[:8]]  # those of guests are in them
+            ticks = [int(value) for value in values[:8]]  # these include the time of guests
             busy += sum(ticks) - ticks[3] - ticks[4]  # idle, and waiting for a disk
     return busy / os.sysconf("SC_CLK_TCK")
 
@@ -101,8 +101,8 @@ _watcher: Watcher | None = None
 def watch_neighbours(num_threads: int) -> None:
     """Start the watcher, once per process; later calls may raise the number of threads.
 
-    Does nothing if the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, if torch uses another OpenMP than GNU's, or if
-    the system has no /proc/stat.
+    Does nothing if the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, if torch uses an OpenMP other than GNU's, or
+    if the system has no /proc/stat.
 
     Args:
         num_threads: threads with which this process computes.

@@ -54,7 +54,7 @@ def rms_norm(
         return out, total
     if not is_dense and (x.dim() != 3 or x.stride(2) != 1):
         return None
-    # Queries and keys to be normed are slices of one tensor, whose tokens have a stride of their own.
+    # Queries and keys are slices of one tensor, so the stride between tokens is that of the tensor.
     rows = (1, x.numel() // width, width, 0, width) if is_dense else (*x.shape, x.stride(0), x.stride(1))
     call.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows, *constants)
     return out, x

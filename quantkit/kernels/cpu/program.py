@@ -67,7 +67,7 @@ class Program:
 
     Args:
         rows: maximum number of new tokens in a step, and of sequences.
-        dtype: float32 or bfloat16, of all buffers.
+        dtype: dtype of all buffers, float32 or bfloat16.
     Attributes:
         lengths: (rows,) int64, new tokens of each sequence; at first one each.
         contexts: (rows,) int64, tokens of each sequence in the cache after the step.
@@ -130,7 +130,7 @@ class Program:
         num_heads: int,
         out: Tensor,
     ) -> None:
-        """Record attention: norm and rotate queries and keys in `qkv`, attend, and store keys and values.
+        """Record attention: normalize and rotate queries and keys in `qkv`, attend, and store keys and values.
 
         Args:
             qkv: (rows, (Hq + 2 Hkv) D): all queries, all keys, all values.

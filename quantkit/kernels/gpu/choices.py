@@ -67,7 +67,9 @@ MOST_TILE_ROWS = max(_TILES)
 
 
 def autotuned(*key: str, staged: bool) -> Callable[[Any], Any]:
-    """If autotuning is on, let Triton choose warps and stages of a kernel by timing, for each value of `key`.
+    """If autotuning is on, let Triton time a kernel with several numbers of warps and stages, and use the fastest.
+
+    Triton repeats this for each new value of `key`.
 
     Args:
         key: names of the kernel arguments that identify a shape.

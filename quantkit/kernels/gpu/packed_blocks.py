@@ -66,7 +66,7 @@ def dequantize(words, zero, PIECE: tl.constexpr, BITS: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def load_zero(zero, index, outputs, kept, num_outputs, BITS: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Return the zero points of outputs in group `index`, (N, 1) float32; half the field range if none are stored."""
+    """Return the zero points (N, 1) float32 of outputs in group `index`; 2 ** (BITS - 1) if none are stored."""
     if HAS_ZERO:
         value = tl.load(zero + index * num_outputs + outputs, mask=kept, other=0).to(tl.float32)
     else:

@@ -25,8 +25,9 @@ _MOST_SPLITS = 64  # maximum number of splits per sequence
 
 @triton.jit
 def split_bounds(first, cached, split, num_splits, TILE: tl.constexpr):
-    """Return the first position of one split of first..cached, the position after its last, and the number of splits,
-    which is at least one. Splits begin at tile boundaries.
+    """Return where split number `split` of the positions first..cached begins and ends, and the number of splits.
+
+    The end is exclusive. There is at least one split, and splits begin at tile boundaries.
     """
     from_tile = first // TILE * TILE
     tiles = tl.cdiv(tl.maximum(cached - from_tile, 0), TILE)

@@ -9,8 +9,8 @@
 | `gated_linear` | `gated` applied to a linear's outputs        | -         | -              | packed weights  |
 
 Paged attention and linears have their own modules: `attention`, `linear`. Recurrent layers have no faster version than
-`reference.recurrence`. `kernels.gpu` holds the Triton versions, which are imported with the first tensor on a CUDA
-device. For linears that take quantized inputs, norms and gates quantize in the same launch.
+`reference.recurrence`. `kernels.gpu` holds the Triton versions, which are imported when the first CUDA tensor
+arrives. For linears that take quantized inputs, norms and gates quantize in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 

@@ -1,7 +1,7 @@
 """Paged attention of a layer; its kernel is chosen once, when the pages are allocated.
 
-On CUDA, Triton's kernels norm, rotate, attend and store. Elsewhere, `Stepwise` norms and rotates, and C or plain torch
-does the rest. A checkpoint may require a Hadamard rotation of queries and keys before keys are stored.
+On CUDA, Triton's kernels normalize, rotate, attend and store. Elsewhere, `Stepwise` normalizes and rotates, and C or
+plain torch does the rest. A checkpoint may require a Hadamard rotation of queries and keys before keys are stored.
 """
 
 import functools
@@ -54,7 +54,7 @@ def paged_attention(views: KVViews) -> PagedAttention:
     if on_gpu and on_gpu.can(views):
         fused = on_gpu.TritonAttention(views, otherwise=Stepwise(TorchAttention(views)))
     is_rotated = views.layout.scheme.rotation != "none"
-    # Triton's kernels norm and rotate themselves; only the multiplication by a matrix must come before.
+    # Triton's kernels normalize and rotate; only a multiplication by a matrix must be done separately.
     if fused is not None and not is_rotated:
         return cast(PagedAttention, fused)
     inner = fused or (on_cpu.NativeAttention if on_cpu.is_available(views) else TorchAttention)(views)

@@ -38,7 +38,7 @@ def build_linear(
     Args:
         weight: (N, K); must not be used afterwards, because its memory may be reused.
         bias: (N,), added after the product.
-        activation: scheme to which inputs are quantized at run time; a calibrated scale is part of the weight. None =
+        activation: scheme with which inputs are quantized at run time; a calibrated scale is part of the weight. None =
             inputs are not quantized.
         dtype: dtype of the computation; sums are in float32, and integer products are exact.
         device: target device.

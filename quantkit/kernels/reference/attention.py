@@ -168,10 +168,10 @@ def attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, opti
 def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
     """Store the step's new keys and values in the cache, quantized as the layout says.
 
-    Keys that are quantized per channel go to the sequence's residual window, and values beside them do if they are
-    quantized per token. If this step completes a page, that page is also quantized and written to the page pool. Its
-    tokens stay in the window as long as the engine may discard some of them (rejected drafts), because the page must
-    then be quantized again.
+    Keys that are quantized per channel go to the sequence's residual window. Values beside such keys also go there, if
+    they are quantized per token. If this step completes a page, that page is also quantized and written to the page
+    pool. Its tokens stay in the window as long as the engine may discard some of them (rejected drafts), because the
+    page must then be quantized again.
 
     Args:
         key: (T, Hkv, D), rotated.

@@ -40,7 +40,7 @@ def choose_experts(
     Args:
         scores: (T, E) router logits, any float dtype.
         experts: settings of the choice.
-        balance: (E,) float32, added to the scores for choosing but not for weighing; None = not used.
+        balance: (E,) float32, added to the scores for the choice, but not for the weights; None = not used.
         chosen: (T, k) int64, if already chosen, e.g. by token id in DeepSeek-V4; None = choose the best.
     Returns:
         weights: (T, k) float32.

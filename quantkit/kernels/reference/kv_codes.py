@@ -94,12 +94,12 @@ def codes_of(
 
 
 def is_turned(scheme: CacheScheme) -> bool:
-    """Whether values are rotated before they are rounded: with 2 and 3 bits per token."""
+    """Whether values are rotated before they are rounded: those of 2 or 3 bits with scales per token."""
     return scheme.dtype in (INT2, INT3) and scheme.granularity == "token"
 
 
 def _turned_codes(values: Tensor, dtype: DType | None) -> tuple[Tensor, Tensor, None]:
-    """Return packed codes and scales (...) of rotated values (..., D) float32."""
+    """Rotate values (..., D) float32, and return their packed codes and scales (...)."""
     assert dtype is not None
     width, block, middle = values.shape[-1], turning_block(values.shape[-1]), dtype.full_range / 2
     unit = values.abs().amax(-1, keepdim=True).clamp_min(_LEAST) / FINEST

@@ -56,7 +56,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
 
     Args:
         logits: (R, V) float32; not modified.
-        draws: sampling parameters of each row; None = greedy: take the largest logit, the first of equals.
+        draws: sampling parameters of each row; None = greedy: take the largest logit; ties go to the first token.
     Returns:
         (R,) int64.
     """
@@ -73,7 +73,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
 
 
 def largest(logits: Tensor) -> Tensor:
-    """Return the token with the largest logit of each row, the first of equals: (R, V) to (R,) int64."""
+    """Return the token (R,) int64 with the largest logit in each row (R, V); ties go to the first token."""
     if logits.device.type == "cpu":  # numpy finds it at memory speed; torch takes seven times as long
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
@@ -162,7 +162,7 @@ def log_exponentials(keys: Sequence[int], size: int, device: torch.device, ids: 
     x ^= (x >> 27) & ((1 << 37) - 1)
     x *= _signed(MIX_2)
     x ^= (x >> 31) & ((1 << 33) - 1)
-    # 32 bits, scaled to (0, 1). Small values decide the draw and are exact; 1 itself would be log(0).
+    # 32 bits, scaled to (0, 1). Small values decide the draw and are exact; 1 itself would give log(0).
     uniform = (((x >> 32) & 0xFFFFFFFF).to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_()
 
