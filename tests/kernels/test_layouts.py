@@ -190,5 +190,5 @@ def test_names_of_kv_types():
 
 
 def test_impossible_layouts_are_refused():
-    with pytest.raises(SchemeError, match="int4 keys need channels that fill whole bytes, not 7; use int8"):
+    with pytest.raises(SchemeError, match="int4 keys need a number of channels that fills whole bytes, not 7"):
         layout("int4", dim=7)

@@ -263,10 +263,10 @@ def test_unknown_names(loud_llama, adapters):
         llm.generate(["a"], SamplingParams(adapter="three"))
     with pytest.raises(RequestError, match="no adapter is loaded; give --adapter NAME=DIR"):
         Adapters().check("one")
-    with pytest.raises(RequestError, match=r"adapter is 'three', which is not among the adapters \(one, two\)"):
+    with pytest.raises(RequestError, match=r"adapter is 'three', which is not among the adapters; choose one of one"):
         EngineConfig(adapters=adapters, adapter="three")
     example = (
-        r"'/a/sql', but must be a name of adapters; give, for example, adapters=\{'sql': '/a/sql'\}, adapter='sql'"
+        r"'/a/sql', but must be a name in adapters; give, for example, adapters=\{'sql': '/a/sql'\}, adapter='sql'"
     )
     with pytest.raises(RequestError, match=example):
         EngineConfig(adapter="/a/sql")
@@ -293,7 +293,7 @@ def test_names_of_adapters(tmp_path):
 
 
 def test_models_that_cannot_have_adapters(tmp_path, loud_llama, adapters):
-    with pytest.raises(InputError, match=r"transformers runs this model, and quantkit adds adapters \(one, two\) only"):
+    with pytest.raises(InputError, match=r"runs this model, but quantkit can apply adapters \(one, two\) only"):
         load_model(loud_llama, backend="transformers", adapters=adapters)
     latent = make_loud_model(tmp_path / "latent", "deepseek_v3")
     adapter = make_adapter(tmp_path / "adapter", latent, ("kv_b_proj", "o_proj"))
