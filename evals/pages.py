@@ -83,7 +83,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "docs/runtime.md": {
         "gpu": GPU,
         "decode": ("page_sections/decode_page.py", "table"),
-        "types": ("page_sections/kv_types_page.py", "table"),
+        "types": ("page_sections/kv_types_page.py", "tables"),
         "eviction": ("page_sections/eviction_page.py", "table"),
     },
     "docs/scale.md": {

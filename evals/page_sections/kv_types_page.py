@@ -5,51 +5,127 @@ Standard library only.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from provenance import table_line
+import provenance
 
 RESULTS = Path(__file__).parents[1] / "results/kv_types"
+PEERS = "peers-"  # begins the names of files of transformers' own caches
+KINDS = {
+    "passkey": "one key",
+    "multikey": "one of eight",
+    "multivalue": "four of eight",
+    "variables": "variables",
+    "words": "frequent words",
+}
 
 
-def table() -> str:
-    """The part of the page: a row per model and type."""
-    known = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
-    first = next(iter(known.values()))["rows"][0]["drift"]
-    starts = (0, *first["ends"])
-    head = ["model", "cache", "size of quantized layers, of 16 bits", "KL, windows of 256"]
-    head += [f"tokens {start + 1:,} to {end:,}" for start, end in zip(starts, first["ends"], strict=False)]
-    lines = [table_line([*head, "drift per 1,000 tokens"]), "|---" * (len(head) + 1) + "|"]
-    rows = [
-        (name, row)
-        for name, result in known.items()
-        for row in sorted(result["rows"], key=lambda row: row["size"], reverse=True)
+def tables() -> str:
+    """The part of the page: distances, then recall and speed, then transformers' own quantized caches."""
+    known = provenance.read_results(RESULTS)
+    ours = {name: rows for name, rows in known.items() if not name.startswith(PEERS)}
+    theirs = {name.removeprefix(PEERS): rows for name, rows in known.items() if name.startswith(PEERS)}
+    return "\n".join([*_distances(ours), "", *_uses(ours), "", *_peers(theirs), ""])
+
+
+def _rows(known: dict[str, Any], field: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Model, type and figures of every row that has this measurement, the largest cache first."""
+    return [
+        (model, kind, row[field])
+        for model, rows in known.items()
+        for kind, row in sorted(rows.items(), key=lambda item: -item[1]["distance"]["size"])
+        if field in row
     ]
-    wide = {name: 2 if result["about"]["dtype"] == "torch.float32" else 1 for name, result in known.items()}
-    lines += [table_line(_cells(name, row, wide[name])) for name, row in rows]
-    said = "; ".join(
-        f"{name}: {result['about']['dtype'].removeprefix('torch.')}, commit {result['about']['commit']}, "
-        f"{result['about']['machine']}"
-        for name, result in known.items()
-    )
-    growing = [f"{name} with `{row['type']}`" for name, row in rows if row["drift"]["slope_low"] > 0]
+
+
+def _shown(kind: str) -> str:
+    return "16 bits" if kind == "auto" else f"`{kind}`"
+
+
+def _distances(known: dict[str, Any]) -> list[str]:
+    rows = _rows(known, "distance")
+    head = ["model", "cache", "size, of 16 bits", "windows of", "KL, prefill", "KL, decode", "perplexity, prefill"]
+    head += [
+        "perplexity, decode",
+        "texts of",
+        *(f"quarter {number}" for number in range(1, 5)),
+        "drift per 1,000 tokens",
+    ]
+    growing = [f"{model} with {_shown(kind)}" for model, kind, found in rows if found["drift"]["slope_low"] > 0]
     grows = (
-        f"KL grows along the texts with {', '.join(growing)}: the whole interval of the drift is above 0."
+        f"KL certainly grows along the texts with {', '.join(growing)}: the whole interval of the drift is above 0."
         if growing
         else "In no row does the KL certainly grow along the texts: no whole interval of the drift is above 0."
     )
-    note = f"Mean KL to the same model with a cache in its own dtype, nats. {grows} {said}."
-    return "\n".join([*lines, "", note, ""])
+    ratio, model, kind = max(
+        (found["kl"] / found["prefill_kl"], model, kind) for model, kind, found in rows if found.get("prefill_kl")
+    )
+    hidden = (
+        f"Prefill hides most of the error of {_shown(kind)} on {model}, where its KL is {ratio:.0f} times smaller than "
+        "in decoding."
+    )
+    note = f"KL to the same model with an unquantized cache, nats. {hidden} {grows} {_said(rows)}"
+    return [provenance.table(head, [_distance(*row) for row in rows]), "", note]
 
 
-def _cells(name: str, row: dict[str, Any], wide: int) -> list[str]:
-    """`wide`: size of the model's dtype, in 16 bits."""
-    drift = row["drift"]
-    between = f"{drift['slope']:.4f} ({drift['slope_low']:.4f} to {drift['slope_high']:.4f})"
-    figures = [f"{kl:.2g}" for kl in (row["kl"], *drift["part_kl"])]
-    return [name, row["type"], f"1/{1 / row['size'] / wide:.2f}", *figures, between]
+def _distance(model: str, kind: str, found: dict[str, Any]) -> list[str]:
+    drift = found["drift"]
+    return [
+        *(model, _shown(kind), f"1/{1 / found['size']:.2f}" if found["size"] < 1 else "1", str(found["window"])),
+        *(f"{found[name]:.2g}" if name in found else "" for name in ("prefill_kl", "kl")),
+        *(f"{found[name]:.2f}" if name in found else "" for name in ("prefill_perplexity", "perplexity")),
+        *(f"{drift['num_tokens']:,}", *(f"{each:.2g}" for each in drift["part_kl"])),
+        f"{drift['slope']:.4f} ({drift['slope_low']:.4f} to {drift['slope_high']:.4f})",
+    ]
+
+
+def _uses(known: dict[str, Any]) -> list[str]:
+    """Tokens per GiB, the share of facts that are found, and the speed of decoding."""
+    sizes = {(model, kind): found.get("tokens_per_gib") for model, kind, found in _rows(known, "distance")}
+    speeds = {(model, kind): found for model, kind, found in _rows(known, "speed")}
+    rows = _rows(known, "recall")
+    lengths = {found["length"] for found in [*speeds.values(), *(found for _, _, found in rows)]}
+    assert len(lengths) == 1, f"recall and speed were measured with prompts of {sorted(lengths)} tokens"
+    cells = [
+        [
+            *(model, _shown(kind), f"{sizes[model, kind]:,}"),
+            *(f"{found['found'][each]:.2f}" for each in KINDS),
+            f"{speeds[model, kind]['decode']:.1f}" if (model, kind) in speeds else "",
+        ]
+        for model, kind, found in rows
+    ]
+    counts = {kind: len(rows[0][2]["answers"][kind]) for kind in KINDS}
+    first, *others = KINDS
+    assert len({counts[kind] for kind in others}) == 1, f"numbers of texts differ: {counts}"
+    note = (
+        f"Share of facts found in texts of {lengths.pop():,} tokens, {counts[first]} with one key and "
+        f"{counts[others[0]]} of each other [kind](evaluate.md), and one request's decoding after as many tokens. "
+        f"{_said([*rows, *_rows(known, 'speed')])}"
+    )
+    return [provenance.table(("model", "cache", "tokens per GiB", *KINDS.values(), "decode tok/s"), cells), "", note]
+
+
+def _peers(theirs: dict[str, Any]) -> list[str]:
+    """The same windows in transformers."""
+    head = ("model", "cache of transformers", "KL, decode", "perplexity, decode", "with an unquantized cache")
+    cells = [
+        (model, kind, f"{row['kl']:.2g}", f"{row['perplexity']:.2f}", f"{row['original_perplexity']:.2f}")
+        for model, rows in theirs.items()
+        for kind, row in rows.items()
+    ]
+    versions = next(iter(next(iter(theirs.values())).values()))["versions"]
+    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [provenance.table(head, cells), "", f"On the same windows of 512 tokens, in float32: {used}."]
+
+
+def _said(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
+    """Where the figures come from."""
+    sources: dict[str, list[str]] = {}
+    for model, _, found in rows:
+        about = found["about"]
+        dtype = about["dtype"].replace("the model's", "the model's dtype")
+        source = f"{dtype}, commit {about['commit']}, {about['machine']}"
+        if model not in sources.setdefault(source, []):
+            sources[source].append(model)
+    return "; ".join(f"{', '.join(models)}: {source}" for source, models in sources.items()) + "."
