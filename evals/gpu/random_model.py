@@ -60,6 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 64,
     },
 }
+SHAPES["tiny experts"] = {**SHAPES["tiny"], **_EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2}  # of a test
 # Linears of the blocks, and of the head, by name of the whole; None = bf16.
 WEIGHTS: dict[str, tuple[str | None, str | None]] = {
     "bf16": (None, None),

@@ -286,7 +286,11 @@ def test_tensors_beyond_the_file_and_unknown_ones_are_refused(file, tmp_path):
     for name, damaged, message in (
         ("cut", data[:-100], "truncated"),
         ("short", data[:3000], "are left|more than fit"),
-        ("name", data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "has no place"),
+        (
+            "name",
+            data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"),
+            "does not belong to a model of this architecture",
+        ),
         ("layer", data.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"), "does not belong to a model"),
         ("twice", data.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"), "two tensors have the name"),
         ("empty", b"", "are left"),

@@ -31,7 +31,7 @@ def test_names_that_other_machines_have_left_there_do_no_harm(tmp_path):
 def test_an_adapter_beside_a_model_is_refused(tmp_path):
     for name in ("config.json", "adapter_config.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ModelError, match=r"adapter_config\.json, which makes transformers load another"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json, which makes transformers load a different model"):
         check_folder(tmp_path)
 
 

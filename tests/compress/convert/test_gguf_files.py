@@ -64,11 +64,11 @@ def test_quantize_writes_the_file(model, tmp_path):
     assert result.output_bytes == (tmp_path / "a.gguf").stat().st_size
 
 
-def test_a_note_says_which_matrices_get_another_type_than_asked(model, tmp_path):
+def test_a_note_says_which_matrices_get_a_different_type_than_asked(model, tmp_path):
     notes = convert(model, "gguf", tmp_path / "k.gguf", type_name="q4_k").notes  # widths of 64 and 96
     assert notes == (
-        "Rows of 64, 96 values are not whole blocks of q4_k (256 values each), so some of the 16 matrices get another "
-        "type: Q8_0 (1, such as output.weight), Q5_0 (15, such as token_embd.weight)",
+        "Rows of 64, 96 values are not whole blocks of q4_k (256 values each), so some of the 16 matrices get a "
+        "different type: Q8_0 (1, such as output.weight), Q5_0 (15, such as token_embd.weight)",
     )
     assert convert(model, "gguf", tmp_path / "8.gguf", type_name="q8_0").notes == ()
 

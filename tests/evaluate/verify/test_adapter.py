@@ -48,7 +48,7 @@ def test_the_adapter_is_merged_into_the_original(models, folders):
     assert pair.adapter == folders / "lora"
     report = verified(models, pair)
     assert 0 < report.fidelity.mean_kl < 1e-3
-    assert any("lora merged into the model" in note for note in report.notes)
+    assert any("with lora merged into it" in note for note in report.notes)
     # Without the adapter the original is another model.
     assert verified(models, dataclasses.replace(pair, adapter=None)).fidelity.mean_kl > 0.01
     # A model with other weights that the user names has the adapter already.
