@@ -26,7 +26,7 @@ def readme_sentence() -> str:
     """Return what README says about the real models that were measured."""
     wide, narrow = (_speed(name) for name in ("smollm2", "qwen2.5-coder"))
     return (
-        f"For one request in 4 bits, quantkit's speed divided by that of {PEER} "
+        f"For a single request, quantkit with 4-bit weights reaches these multiples of the speed of {PEER} "
         "([tables](docs/performance.md#speed-on-a-cpu)):\n\n"
         f"- SmolLM2-135M on a CPU with AMX, compared with llama.cpp built for AVX-512: {wide}.\n"
         f"- Qwen2.5-Coder-0.5B on a CPU with AVX2 only: {narrow}."

@@ -183,7 +183,7 @@ class DecodeStep:
 
 
 def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
-    """Return the steps of a run that only decoded, in order of time."""
+    """Return those steps of a run in which no request was in prefill, in order of time."""
     starts = [(t.arrived_s, t.token_s[0]) for t in run.requests if t.token_s]
     contexts_by_span: dict[tuple[float, float], list[int]] = {}
     for timing in run.requests:

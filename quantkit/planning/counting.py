@@ -48,7 +48,7 @@ def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelS
 
 
 def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, TensorInfo]) -> ModelShape:
-    """Count a model from its tensors; only attention comes from the config.
+    """Count a model's parameters and bytes from its tensor headers; only the attention settings come from the config.
 
     Args:
         model: description from config.json.

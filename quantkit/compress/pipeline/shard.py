@@ -155,8 +155,11 @@ def _check_targets(plan: Plan, reader: CheckpointReader, done: Mapping[str, Line
     for name, record in done.items() if plan.format.keeps_codes else ():
         names = [other for other in reader.names if other.startswith(f"{name}.") and not other.endswith(_BESIDE)]
         stored = sum(reader.info(other).num_bytes for other in names)
-        if stored != round(record.bits_per_weight * math.prod(record.shape) / 8):
-            raise AuditError(f"{name} takes {stored} bytes on disk, not {record.bits_per_weight} bits per weight")
+        expected = round(record.bits_per_weight * math.prod(record.shape) / 8)
+        if stored != expected:
+            raise AuditError(
+                f"{name} takes {stored} bytes on disk, but {record.bits_per_weight} bits per weight take {expected}"
+            )
 
 
 def _check_tied(plan: Plan, reader: CheckpointReader) -> None:

@@ -182,7 +182,7 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
 
 
 def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity in the form that JSON gives, with the number of threads of the interrupted run.
+    """Return `identity` as it reads back from JSON, but with the number of threads from `saved`.
 
     The number of threads can differ when a command runs again, but a run must finish with the number that it started
     with.

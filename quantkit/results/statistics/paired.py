@@ -172,8 +172,9 @@ class Counts:
     def ratio_variance(self, ratio: float) -> float:
         """Return the variance of value - ratio * baseline if the true ratio is `ratio`.
 
-        The variance also depends on the share of won items, which is estimated by maximum likelihood; the share of lost
-        items follows from this share, from `ratio` and from the share of items that neither model gets right.
+        Besides the ratio, the variance depends on how many items only the compressed model gets right (won). That share
+        is estimated by maximum likelihood. Together with `ratio` and the share that neither model gets right, it gives
+        the share that only the original gets right (lost).
         """
         n = self.total
         won, lost, neither = self.won / n, self.lost / n, self.neither / n
@@ -341,8 +342,10 @@ def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]
 
 
 def _freedom(strata: Sequence[Counts | Moments]) -> float:
-    """Return the degrees of freedom for Student's t: those of the task with the fewest items among tasks with
-    graded (not just 0 or 1) scores; infinite if all tasks have right-or-wrong items.
+    """Return the degrees of freedom for Student's t.
+
+    Only tasks with graded scores (not just 0 or 1) count: the one with the fewest items decides. The result is infinite
+    if no task has graded scores.
     """
     # The smallest task has the least certain variance; an interval that is too wide is the safer mistake.
     return min((max(1, s.total - 1) for s in strata if isinstance(s, Moments)), default=math.inf)

@@ -97,7 +97,7 @@ class Capacity:
 
     @classmethod
     def of(cls, config: EngineConfig, model_length: int, num_pages: int, budget: KVBudget | None = None) -> "Capacity":
-        """Return the token limits that the settings, the model and the number of pages set."""
+        """Return the token limits that follow from the settings, the model and the number of pages."""
         length = config.context_length(model_length)
         pooled = length if budget is not None else num_pages * config.page_size  # tokens over the budget are evicted
         return cls(num_tokens=min(length, pooled), max_length=length)

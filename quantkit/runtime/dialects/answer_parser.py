@@ -154,7 +154,7 @@ class AnswerParser:
         return True
 
     def _read_bare(self, is_last: bool) -> bool | None:
-        """Read a call without markers; return None if the held text does not begin with one."""
+        """Read a call that has no markers; return None if the held text does not begin with a call."""
         if self._in_fence and (match := _FENCE.match(self._held, partial=True)):
             if match.partial:
                 return None if is_last else False

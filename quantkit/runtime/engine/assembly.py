@@ -137,8 +137,8 @@ def build_engine(
     Args:
         model: model to run.
         config: settings.
-        draft: model that proposes draft tokens; None = the model's MTP head or n-grams propose them, as the
-            settings say, if there is a controller.
+        draft: separate model that proposes draft tokens. None = if there is a controller, the main model's MTP head or
+            n-grams propose them; the settings choose which.
         controller: chooses the number of draft tokens; None = no speculation.
         tokenizer: see `Engine`.
         identity: identity of the model, for the prefix cache.

@@ -66,7 +66,7 @@ def edit_quantization(folder, change):
         ),
         (
             lambda f: rewrite(f, "model.layers.1.mlp.up_proj.weight_packed", torch.zeros(96, 4, dtype=torch.int32)),
-            "bytes on disk, not",
+            "bytes on disk, but",
         ),
         (lambda f: edit_quantization(f, lambda q: q.update(ignore=[])), "does not ignore lm_head"),
         (
