@@ -35,7 +35,7 @@ from `evals/results/accuracy/*.json`, and each figure comes from a run.
     python evals/accuracy/run.py --work DIR                                  # measure the demo model
     python evals/accuracy/run.py --work DIR --models DIR --data DIR          # measure the other models too
     python evals/accuracy/peers.py --work DIR --llm-compressor PYTHON ...    # measure other tools
-    quantkit verify CHECKPOINT --baseline MODEL --text FILE --suite none     # score your own checkpoints
+    quantkit verify CHECKPOINT --baseline MODEL --text FILE --suite none --dtype fp32 --no-bench   # your own
 
 **How we measure.** quantkit's runtime reads every checkpoint from disk and computes in float32, whichever tool wrote
 it. The text is cut into windows of 256 positions: BOS and 255 tokens. All tokens after BOS are scored. *KL* is the

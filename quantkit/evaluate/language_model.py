@@ -138,6 +138,12 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer(string, verbose=False, **options)["input_ids"])
 
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Score continuations as lm-eval does, but refuse a request without any text, which lm-eval cannot split."""
+        if any(not any(request.args) for request in requests):
+            raise RequestError("a request has neither a context nor a continuation; give at least one token of each")
+        return list(super().loglikelihood(requests, disable_tqdm))
+
     def _loglikelihood_tokens(self, requests: list[Encoded], **_: Any) -> list[tuple[float, bool]]:
         scores = self._score([(context, continuation) for _, context, continuation in requests])
         answers = [(float(score.logprobs.sum()), bool(score.greedy.all())) for score in scores]

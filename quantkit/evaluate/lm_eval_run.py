@@ -105,7 +105,7 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: float | None, options:
         )
     except QuantkitError:
         raise
-    except (LookupError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
+    except (KeyError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
         raise DataError(f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)})") from error
 
 

@@ -129,7 +129,8 @@ def resident_bytes() -> int:
     """Return the resident memory of this process."""
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    # psutil looks for the process by its number, and /proc may show the numbers of another namespace.
+    return status_bytes("VmRSS") or int(psutil.Process().memory_info().rss)
 
 
 def limit_process(

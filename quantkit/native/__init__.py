@@ -44,7 +44,7 @@ class Library:
 
     def __init__(self, sources: Path) -> None:
         self._sources = sources
-        self._functions: dict[str, Function] = {}
+        self._functions: dict[tuple[str, str, str], Function] = {}
 
     def get(self) -> ctypes.CDLL | None:
         """Return the library; None if unavailable. In a checkout, the first call compiles it (some seconds)."""
@@ -63,13 +63,14 @@ class Library:
                 i = int, f = float, d = double.
             returns: letter for the type of the result; empty = void.
         """
-        if name not in self._functions:
+        key = name, arguments, returns
+        if key not in self._functions:
             loaded = self.get()
             assert loaded is not None, "asked for without a library"
             symbol = loaded[name]
             symbol.argtypes, symbol.restype = [_TYPES[letter] for letter in arguments], _TYPES[returns]
-            self._functions[name] = symbol
-        return self._functions[name]
+            self._functions[key] = symbol
+        return self._functions[key]
 
     def has_avx512(self) -> bool:
         """Whether the library exists and uses AVX-512, and so multiplies bf16 without conversion."""

@@ -47,6 +47,11 @@ def test_log_likelihoods_are_those_of_hflm(both):
     assert len({round(score, 3) for score, _ in ours}) > 5
 
 
+def test_a_request_without_any_text_is_refused(llm):
+    with pytest.raises(RequestError, match="neither a context nor a continuation"):
+        QuantkitLM(llm).loglikelihood(instances("loglikelihood", [("", "")]), disable_tqdm=True)
+
+
 def test_tokens_are_those_of_hflm(both):
     ours, theirs = both
     for context, continuation in PAIRS:

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
-from quantkit.errors import RecipeError
+from quantkit.errors import InputError, RecipeError
 from quantkit.formats.ggml.gguf_file import read_gguf
 from quantkit.inspection import inspect
 from quantkit.models import families
@@ -74,6 +74,14 @@ def novel(tmp_path, monkeypatch):
     AutoConfig.register("novel", NovelConfig, exist_ok=True)
     AutoModelForCausalLM.register(NovelConfig, NovelForCausalLM, exist_ok=True)
     return make_model(tmp_path / "model", "novel", attention_bias=True)
+
+
+@pytest.mark.parametrize("mistake", ["hf_name: [X]", "gguf: {like: shard}"])
+def test_a_mistake_in_a_family_file_is_named(tmp_path, monkeypatch, mistake):
+    (tmp_path / "novel.yaml").write_text(f"novel:\n  {mistake}\n")
+    monkeypatch.setattr(families, "__path__", [str(tmp_path)])
+    with pytest.raises(InputError, match=r"novel\.yaml: the family 'novel' is not valid: "):
+        families.known()
 
 
 def test_one_file_makes_a_family_known_everywhere(novel, tmp_path):

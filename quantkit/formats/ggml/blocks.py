@@ -107,7 +107,7 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         # ggml pairs value i with value i + 16 in a byte, where compressed-tensors pairs neighbours.
         return block, torch.cat([exponents, indices[:, :16] | indices[:, 16:] << 4], dim=1).view(rows, -1)
     scale, minimum = _per_block(_exact_half(weight.scale), weight, block), None
-    codes = weight.codes.view(-1, block_values(block)).to(torch.int16)
+    codes = weight.codes.view(-1, block_values(block))  # int8, which holds all sums below
     if weight.zero_point is not None:
         zero = _per_block(weight.zero_point, weight, block)
         # Q4_1 counts from 0: scale * (code - zero) = scale * (code + 8) - scale * (zero + 8).

@@ -76,7 +76,8 @@ def pack_fields(name: str, codes: Tensor, blocks: Blocks) -> Tensor:
     `name` is a type of the table above, in lower case. Types without sub-blocks ignore the scales in `blocks`: their
     scale is the step.
     """
-    return torch.cat([part.to(torch.uint8) for part in _PACK[name](codes.to(torch.uint8), blocks)], dim=1)
+    unsigned = codes.view(torch.uint8) if codes.dtype == torch.int8 else codes.to(torch.uint8)
+    return torch.cat([part.to(torch.uint8) for part in _PACK[name](unsigned, blocks)], dim=1)
 
 
 def _fields(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:

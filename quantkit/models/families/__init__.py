@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from quantkit.errors import ModelError
+from quantkit.errors import InputError, ModelError
 from quantkit.models.config import NotNative
 from quantkit.models.family import BALANCED_EXPERTS, SHARED_EXPERTS, Family, Window
 from quantkit.models.linear_sets import MLA_SETS, LinearSet
@@ -47,8 +47,11 @@ def _read(folders: tuple[str, ...]) -> dict[str, Family]:
     families: dict[str, Family] = {}
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for file in (file for folder in folders for file in Path(folder).glob("*.yaml")):
-        entries = yaml.load(file.read_text(encoding="utf-8"), loader)
-        families |= {name: _family(entry) for name, entry in entries.items()}
+        for name, entry in yaml.load(file.read_text(encoding="utf-8"), loader).items():
+            try:
+                families[name] = _family(entry)
+            except (LookupError, TypeError, ValueError) as error:
+                raise InputError(f"{file}: the family {name!r} is not valid: {error}") from error
     for name in (module.name for module in pkgutil.iter_modules(folders)):
         families[name.replace("_", "-")] = importlib.import_module(f"{__name__}.{name}").FAMILY
     return dict(sorted(families.items()))
