@@ -108,7 +108,7 @@ def make_load(
 
 
 def request_key(workload: Workload) -> str:
-    """Return the random key of a workload's requests; a closed loop and its static batches have the same key."""
+    """Return the seed of a workload's requests; a closed loop and the static batches beside it share it."""
     return f"{workload.seed} {workload.name.replace(STATIC, 'closed-')}"
 
 

@@ -225,7 +225,8 @@ def check_cache_search(model: str | None, options: SearchOptions) -> None:
         read_headers(reader)
     except NotNative as error:
         raise ModelError(
-            f"{reader.path}: transformers runs this model, and its cache cannot be quantized; leave --kv-bits out"
+            f"{reader.path}: quantkit runs this model through transformers, whose KV cache it cannot quantize; "
+            "leave --kv-bits out"
         ) from error
 
 

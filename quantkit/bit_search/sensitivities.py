@@ -201,7 +201,8 @@ def measure_groups(
         free_models()  # free the candidate's model before the next one is loaded
     if not forms[0] or len({tuple(group.modules for group in groups) for groups in forms}) != 1:
         raise ModelError(
-            f"{original.path}: the candidates give different fused groups, or none; check ignore in the recipe"
+            f"{original.path}: not all candidates can quantize the same fused groups, or none can quantize any; "
+            "check ignore in the recipe"
         )
     measured_groups = [
         MeasuredGroup(

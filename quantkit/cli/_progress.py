@@ -130,8 +130,9 @@ def _num(summary: dict[str, Any], key: str) -> int:
 
 
 def showing_layers(output_to: Output) -> Any:
-    """Return a function that shows the current layer: on a terminal over the previous one, otherwise in a line every 10
-    seconds.
+    """Return a function that shows the current layer.
+
+    On a terminal, it overwrites the previous line; elsewhere, it prints a line every 10 seconds.
     """
     shown_s = time.monotonic()
 

@@ -58,7 +58,7 @@ def perplexity(
         RequestError: a token id is not in the vocabulary.
     """
     if through not in _CHUNKS:
-        raise DataError(f"through is {through!r}; give 'prefill' or 'decode'")
+        raise DataError(f"the setting 'through' is {through!r}; give 'prefill' or 'decode'")
     capacity = llm.capacity
     window = min(DEFAULT_WINDOW, capacity) if window is None else window
     if not 2 <= window <= capacity:

@@ -116,8 +116,8 @@ class LinearSettings:
         activation: number type to which inputs are quantized at run time; None = inputs are not quantized.
         dtype: dtype of the computation.
         device: target device.
-        rounds_inputs: whether a kernel may round inputs to int16. Each run of at most 64 inputs has its own step. This
-            usually changes less than a 16-bit dtype does, so it is allowed where float32 only replaces such a dtype.
+        rounds_inputs: whether a kernel may round inputs to int16, with one scale per at most 64 neighbouring inputs.
+            The error is usually smaller than that of a 16-bit dtype, so this is allowed if float32 only replaces one.
     """
 
     bias: Tensor | None = None

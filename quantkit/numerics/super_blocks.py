@@ -92,7 +92,12 @@ def nearest_blocks(scale: Tensor, minimum: Tensor | None, dtype: DType) -> Block
 
 
 def range_blocks(values: Tensor, dtype: DType) -> Blocks:
-    """Return scales and minimums whose ranges cover all values (M, values of a block), without a search."""
+    """Return, without a search, scales and minimums of blocks so that their ranges cover all values.
+
+    Args:
+        values: (M, values of a block).
+        dtype: number type of the blocks.
+    """
     groups = values.view(len(values), _groups(dtype), -1)
     low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     if dtype.has_minimums:

@@ -60,7 +60,7 @@ def plan_recipe(shape: ModelShape, recipe: Any, head: WeightForm | None = None) 
     """Assign a recipe's schemes to a model's matrices.
 
     Args:
-        shape: shape of a model with known layers.
+        shape: sizes of a model whose layers are known.
         recipe: a `quantkit.compress.recipe.Recipe`.
         head: form of the output head in memory; None = as stored.
     """

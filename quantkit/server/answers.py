@@ -121,7 +121,7 @@ def framed(frame: tuple[bytes, bytes], choice: Json) -> bytes:
 
 
 class TextLogprobs:
-    """Log-probabilities of a text completion across its parts. *Mutable*: tracks the position in the text.
+    """Builds the log-probabilities of a text completion that is sent in parts. *Mutable*: tracks the position.
 
     Args:
         vocabulary: vocabulary of the model.

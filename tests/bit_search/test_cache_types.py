@@ -254,7 +254,7 @@ def test_what_cannot_be_searched_is_refused(model, options, tmp_path, monkeypatc
         search(recipe="gguf-q4_k")
     with pytest.raises(ModelError, match="keep a state instead of keys and values"):
         search(make_model(tmp_path / "state", "qwen3_next"))
-    with pytest.raises(ModelError, match="transformers runs this model"):
+    with pytest.raises(ModelError, match="runs this model through transformers, whose KV cache"):
         search(make_model(tmp_path / "theirs", "gpt2"))
     windows = make_model(tmp_path / "windows", "gemma3_text", layer_types=["sliding_attention"] * 6)
     with pytest.raises(ModelError, match="all layers have a sliding window"):

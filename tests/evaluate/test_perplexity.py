@@ -75,7 +75,7 @@ BAD = [
     ({"text": "x", "add_bos": False}, "the text 'text' is too short to score"),
     ({"window": 600}, "window is 600 tokens; it must be 2 to 512"),
     ({"window": 10, "stride": 10}, "stride is 10; it must be 1 to 9"),
-    ({"through": "sideways"}, "through is 'sideways'; give 'prefill' or 'decode'"),
+    ({"through": "sideways"}, "the setting 'through' is 'sideways'; give 'prefill' or 'decode'"),
 ]
 
 

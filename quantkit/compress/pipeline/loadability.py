@@ -72,8 +72,8 @@ def keep_loadable(
         if not bad and not written:
             for name, why in problems.unconverted.items():
                 raise ModelError(
-                    f"{reader.path}: transformers could not load the unquantized {name} beside these codes ({why}); "
-                    "use recipe fp8-dynamic, or set format=dense"
+                    f"{reader.path}: transformers could not load a checkpoint that leaves {name} unquantized beside "
+                    f"quantized linears ({why}); use recipe fp8-dynamic, or set format=dense"
                 )
             break
     if refused:

@@ -134,7 +134,7 @@ def _exact_half(scale: Tensor) -> Tensor:
     # Compared in float64, which holds every value of both types.
     if not torch.equal(half.to(torch.float64), scale.to(torch.float64)) or not bool(torch.isfinite(half).all()):
         raise SchemeError(
-            "gguf stores scales in float16, which cannot represent all scales of this weight exactly; "
-            "quantize with --format gguf"
+            "gguf stores scales in float16, which cannot represent all scales of this weight exactly; quantize the "
+            "original model with --format gguf instead of converting"
         )
     return half

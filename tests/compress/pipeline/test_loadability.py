@@ -93,7 +93,9 @@ def test_what_would_not_load_beside_codes_is_refused_before_the_work(tmp_path, m
     model = make_undescribed(tmp_path / "model", "diffllama")
     problems = Problems(unconverted={"vision.experts.down_proj": "its converted values are wrong"})
     monkeypatch.setattr(HfLoader, "check", lambda *_: problems)
-    with pytest.raises(ModelError, match=r"vision\.experts\.down_proj beside these codes \(its converted"):
+    with pytest.raises(
+        ModelError, match=r"vision\.experts\.down_proj unquantized beside quantized linears \(its converted"
+    ):
         run(model, "rtn-int8", tmp_path / "out")
 
 
