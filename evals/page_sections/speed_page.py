@@ -24,12 +24,13 @@ def tables() -> str:
 
 def readme_sentence() -> str:
     """Return what README says about the real models that were measured."""
-    wide, narrow = (_speed(name) for name in ("smollm2", "qwen2.5-coder"))
+    amx, avx512, avx2 = map(_speed, ("smollm2", "qwen2.5-coder_avx512", "qwen2.5-coder"))
     return (
         f"For a single request, quantkit with 4-bit weights reaches these multiples of the speed of {PEER} "
         "([tables](docs/performance.md#speed-on-a-cpu)):\n\n"
-        f"- SmolLM2-135M on a CPU with AMX, compared with llama.cpp built for AVX-512: {wide}.\n"
-        f"- Qwen2.5-Coder-0.5B on a CPU with AVX2 only: {narrow}."
+        f"- SmolLM2-135M on a CPU with AMX, compared with llama.cpp built for AVX-512: {amx}.\n"
+        f"- Qwen2.5-Coder-0.5B on a CPU with AVX-512: {avx512}.\n"
+        f"- Qwen2.5-Coder-0.5B on a CPU with AVX2 only: {avx2}."
     )
 
 
