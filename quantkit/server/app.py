@@ -23,10 +23,9 @@ from quantkit.runtime.dialects.dialect import find_dialect
 from quantkit.runtime.types import SamplingParams
 from quantkit.server import answers
 from quantkit.server.admission import Asked, Bodies, Doorkeeper, Run
-from quantkit.server.answer_format import AnswerFormat
 from quantkit.server.answers import ChatShape, Shape, TextShape, Vocabulary
 from quantkit.server.bridge import Bridge, Mailbox
-from quantkit.server.conversations import ChatMessage, ChatRequest, TokenizeRequest
+from quantkit.server.conversations import AnswerFormat, ChatMessage, ChatRequest, TokenizeRequest
 from quantkit.server.metrics import Metrics
 from quantkit.server.schemas import (
     CompletionRequest,

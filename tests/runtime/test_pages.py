@@ -1,4 +1,7 @@
-"""The page pool: nothing lost, nothing doubled, the oldest contents go first."""
+"""The page pool: nothing lost, nothing doubled, the oldest contents go first.
+
+The prefix cache: common prefixes are computed once, and never anything but the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import random
 
 import pytest
 
-from quantkit.runtime.cache.pages import PagePool
+from quantkit.runtime.cache.pages import PagePool, PrefixCache
+from quantkit.runtime.sequence import Sequence
+from quantkit.runtime.types import SamplingParams
+from tests.runtime.toy import ToyModel, build_engine, generate, greedy, run
 
 
 def test_pages_are_shared_and_come_back():
@@ -110,3 +116,113 @@ def test_a_pool_that_forgets_is_as_new():
     pool.release(held)
     pool.forget()
     assert pool.allocate(4) == PagePool(4).allocate(4)
+
+
+def sequence(ids, number=0):
+    return Sequence(
+        id=number, ids=list(ids), num_prompt=len(ids), params=SamplingParams(), limit=99, seed=0,
+        stop_ids=frozenset(), arrived=0.0,
+    )  # fmt: skip
+
+
+def published(ids, **options):
+    pool = PagePool(8)
+    prefix = PrefixCache(pool, 4, **options)
+    known = sequence(ids)
+    known.pages, known.num_computed = pool.allocate(-(-len(ids) // 4)), len(ids)
+    prefix.publish(known)
+    return prefix, known
+
+
+@pytest.mark.parametrize(("length", "pages"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (20, 2)])
+def test_one_token_is_always_left(length, pages):
+    prefix, known = published(range(11))
+    asked = sequence([*range(11), *range(30, 50)][:length])
+    assert prefix.match(asked) == known.pages[:pages]
+
+
+def test_what_a_preempted_request_finds_again_is_not_counted_as_cached():
+    """Users read `cached_tokens` as work that an earlier request saved them; these pages were mostly its own."""
+    prefix, known = published(range(12))
+    first, again = sequence(range(12)), sequence(range(12))
+    again.num_preemptions = 1
+    for asked in (first, again):
+        prefix.take(asked, known.pages[:2])
+    assert (first.num_cached, again.num_cached, again.num_computed) == (8, 0, 8)
+
+
+def test_a_page_counts_only_after_the_same_history():
+    prefix, _ = published([1, 2, 3, 4, 5, 6, 7, 8])
+    assert len(prefix.match(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))) == 2
+    assert prefix.match(sequence([9, 2, 3, 4, 5, 6, 7, 8, 9])) == []
+    assert prefix.match(sequence([5, 6, 7, 8, 9])) == []
+
+
+def test_another_format_is_another_key():
+    pool = PagePool(8)
+    one, two = PrefixCache(pool, 4, identity="m int8"), PrefixCache(pool, 4, identity="m int4")
+    known = sequence(range(8))
+    known.pages, known.num_computed = pool.allocate(2), 8
+    one.publish(known)
+    assert one.match(sequence(range(9)))
+    assert not two.match(sequence(range(9)))
+
+
+def test_switched_off_it_finds_nothing():
+    prefix, _ = published(range(8), enabled=False)
+    assert prefix.match(sequence(range(9))) == []
+
+
+def test_the_second_request_computes_only_what_is_new():
+    model = ToyModel()
+    engine = build_engine(model=model, max_sequences=1)
+    prompt = list(range(21))
+    first, second, third = generate(engine, [prompt, prompt, [*prompt, 3]], SamplingParams(max_tokens=5))
+    assert first == second == greedy(model, prompt, 5)
+    assert third == greedy(model, [*prompt, 3], 5)
+    assert engine.prefix.num_hit_tokens == 20 + 20
+    again = engine.add(prompt, SamplingParams(max_tokens=5))
+    assert run(engine)[again].timing.cached_tokens == 20
+
+
+def test_pages_of_the_same_step_are_not_matched():
+    model = ToyModel()
+    engine = build_engine(model=model, max_sequences=2, token_budget=64)
+    prompt = list(range(21))
+    tokens = generate(engine, [prompt, prompt], SamplingParams(max_tokens=5))
+    assert engine.prefix.num_hit_tokens == 0
+    assert tokens == [greedy(model, prompt, 5)] * 2
+
+
+def test_a_prefix_whose_pages_are_all_shared_still_fits():
+    """Matched pages come off the free list: counting them as free too would promise them twice."""
+    model = ToyModel()
+    engine = build_engine(model=model, num_pages=8, max_sequences=4)
+    prompt = [*range(16)]
+    params = SamplingParams(max_tokens=12)
+    for _ in range(2):
+        assert generate(engine, [prompt] * 4, params) == [greedy(model, prompt, 12)] * 4
+
+
+def test_rejected_drafts_are_never_published():
+    model = ToyModel(noise=3)
+    engine = build_engine(model=model, speculate="draft", page_size=2)
+    published = {}
+    publish = engine.pool.publish
+    engine.pool.publish = lambda key, page: (published.setdefault(key, page), publish(key, page))
+    number = engine.add([1, 2, 3], SamplingParams(max_tokens=60))
+    ids = [1, 2, 3, *run(engine)[number].token_ids]
+    assert engine.controller.acceptance < 0.9
+    keys = sequence(ids)
+    assert set(published) == {engine.prefix._key(keys, index) for index in range((len(ids) - 1) // 2)}
+
+
+def test_pages_of_a_prompt_are_shared_while_the_rest_of_it_is_computed():
+    engine = build_engine(token_budget=16, max_sequences=2)
+    prompt = [index % 32 for index in range(40)]
+    engine.add(prompt, SamplingParams(max_tokens=2))
+    engine.step()
+    engine.add(prompt, SamplingParams(max_tokens=2))
+    engine.step()
+    assert engine.prefix.num_hit_tokens == 16
+    run(engine)

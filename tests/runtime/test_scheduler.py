@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from quantkit.runtime.cache.pages import PagePool
-from quantkit.runtime.cache.prefix_cache import PrefixCache
+from quantkit.runtime.cache.pages import PagePool, PrefixCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.scheduler import Scheduler
 from quantkit.runtime.sequence import Sequence

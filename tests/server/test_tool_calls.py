@@ -10,8 +10,7 @@ import pytest
 from quantkit.runtime.dialects.dialect import Dialect, dialects
 from quantkit.runtime.engine import engine as engine_module
 from quantkit.server import app
-from quantkit.server.answer_format import AnswerFormat
-from quantkit.server.conversations import ChatRequest
+from quantkit.server.conversations import AnswerFormat, ChatRequest
 from tests.server.conftest import TEMPLATE
 
 CHAT = "/v1/chat/completions"

@@ -1,6 +1,6 @@
 """The KV cache: one pool of pages per layer, and the layer's attention over it. This module knows pages, not sequences.
 
-`pages` counts references to pages and `prefix_cache` shares them.
+`pages` counts references to pages, and lets sequences share them.
 
 Compaction moves kept tokens out of the pages that a sequence is about to lose. Every head of every layer keeps the same
 number of tokens, but chooses for itself which ones. The lost pages are the same for all heads. A head's remaining

@@ -17,8 +17,13 @@ from quantkit.runtime.cache.sizing import Capacity, kv_budget, size_pool
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.engine.draft_model import DraftModelProposer, check_draft
 from quantkit.runtime.engine.engine import Engine
-from quantkit.runtime.engine.mtp_proposer import MTPProposer
-from quantkit.runtime.engine.speculation import NgramProposer, Proposer, SpeculationController, check_states
+from quantkit.runtime.engine.speculation import (
+    MTPProposer,
+    NgramProposer,
+    Proposer,
+    SpeculationController,
+    check_states,
+)
 from quantkit.runtime.model.cache_schemes import read_stored_cache
 from quantkit.runtime.model.config import ModelConfig
 from quantkit.runtime.model.loader import pick_dtype, read_headers

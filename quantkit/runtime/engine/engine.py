@@ -22,8 +22,7 @@ from quantkit.models.kv_budget import KVBudget
 from quantkit.runtime.cache import policies
 from quantkit.runtime.cache.eviction import Evictor
 from quantkit.runtime.cache.kv_cache import KVCache
-from quantkit.runtime.cache.pages import PagePool
-from quantkit.runtime.cache.prefix_cache import PrefixCache
+from quantkit.runtime.cache.pages import PagePool, PrefixCache
 from quantkit.runtime.cache.sizing import Capacity
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.detokenizer import TextStream, decoder

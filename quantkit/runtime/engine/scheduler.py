@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from quantkit.runtime.cache.eviction import NEVER, Evictor
-from quantkit.runtime.cache.pages import PagePool
-from quantkit.runtime.cache.prefix_cache import PrefixCache
+from quantkit.runtime.cache.pages import PagePool, PrefixCache
 from quantkit.runtime.config import EngineConfig
 from quantkit.runtime.sequence import Sequence
 
