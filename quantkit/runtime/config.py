@@ -29,9 +29,9 @@ TOKEN_BUDGET = {"cpu": 512, "cuda": 2048}
 
 A step has fixed costs, so with more tokens per step each token costs less. On a GPU the largest fixed cost is
 dequantizing the packed weights: about 10 ms for an 8B model with INT4 weights on an H100. The matrix products of a step
-take about 10 ms for 512 tokens, and about 40 ms for 2048. With more than 2048 tokens, sequences that decode beside a
-prompt would wait too long, and a step would need more memory. vLLM's servers also use 2048, and 8192 on an H100 or
-larger.
+take about 10 ms for 512 tokens, and about 40 ms for 2048. With more than 2048 tokens, sequences that decode in the
+same step as a prompt would wait too long, and a step would need more memory. vLLM's servers also use 2048, and 8192
+on an H100 or larger.
 """
 
 
@@ -73,7 +73,7 @@ class EngineConfig:
         TOKEN_BUDGET["cpu"], "New tokens per step, of all requests together; 2048 on CUDA devices if not given."
     )
     chunked: bool = setting(True, "Whether to compute long prompts in chunks; if not, each takes one step.")
-    prefix_cache: bool = setting(True, "Whether requests with a common beginning share its pages.")
+    prefix_cache: bool = setting(True, "Whether requests with a common beginning share the pages of this beginning.")
     head_dtype: str | None = setting(
         None, "Number type of the output head; recipes leave the head unquantized.", flag="--head", choices=HEAD_TYPES
     )

@@ -1,10 +1,10 @@
 """Conversion of token ids to text while the tokens arrive, and search for stop texts.
 
 A delta is text that no later token can change. Incomplete characters, and text that may be the beginning of a stop
-text, are returned only once later tokens settle them. The concatenated deltas equal the text from decoding all tokens
-at once, with two exceptions. The deltas keep spaces as they are, because clean-up would rewrite text already shown. And
-if a byte is invalid UTF-8, decoding all tokens at once with a byte-fallback tokenizer replaces the whole run of bytes
-around it, whereas the deltas keep those characters of the run that were already shown.
+text, are held back until later tokens decide about them. The concatenated deltas equal the text from decoding all
+tokens at once, with two exceptions. First, the deltas keep all spaces, because clean-up would rewrite text already
+shown. Second, if a byte is invalid UTF-8, decoding all tokens at once with a byte-fallback tokenizer replaces the whole
+run of bytes around it, whereas the deltas keep those characters of the run that were already shown.
 """
 
 from collections.abc import Callable, Collection
@@ -72,7 +72,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return the text that is not yet returned, including broken characters; call this last."""
+        """Return the text that is still held back, including incomplete characters; call this last."""
         return self._text_of(self._window)[self._shown :] if self._window else ""
 
     def _restart(self, text: str) -> None:
@@ -85,7 +85,7 @@ class Detokenizer:
 
 
 def _beginning(text_of: TextOf, context: list[int]) -> tuple[list[int], int]:
-    """Return the last context tokens that form whole characters, and the length of their text."""
+    """Return the last context tokens that decode to complete characters, and the length of their text."""
     for size in range(min(_CONTEXT, len(context)), len(context)):
         text = text_of(context[-size:])
         if text and _BROKEN not in text:
@@ -121,7 +121,7 @@ class StopFinder:
         return text[: len(text) - size], False
 
     def flush(self) -> str:
-        """Return the text that is not yet returned."""
+        """Return the text that is still held back, because it might be the beginning of a stop text; call this last."""
         held, self._held = self._held, ""
         return held
 

@@ -56,7 +56,7 @@ class JsonConstraint:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def add(self, token: int) -> None:
-        """Advance by the chosen token."""
+        """Record that this token was chosen, so that `allowed` refers to the text with this token."""
         self._matcher.try_consume_tokens([token])
 
     def allowed(self, drafts: list[int]) -> Array:
@@ -76,12 +76,12 @@ class JsonConstraint:
 
 
 class JsonSchemas:
-    """Compiler of schemas and grammars for one tokenizer. Thread-safe. *Mutable*: caches recent constraints.
+    """Compiles schemas and grammars for one tokenizer. Thread-safe. *Mutable*: it caches recently compiled ones.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
         vocab_size: number of logits per row.
-        eos_ids: end tokens; one of them must follow the complete text.
+        eos_ids: end tokens; after a complete text, one of these tokens must follow.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:

@@ -250,7 +250,7 @@ class LLM(Prompts):
 
     @property
     def adapter(self) -> str:
-        """Name and digest of the adapter of requests that name none; empty = the base model."""
+        """Name and digest of the adapter for requests that name no adapter; empty = the base model."""
         name = self.config.adapter
         return "" if name is None else f"{name} (SHA-256 {self.model.adapters.digests[name]})"
 
@@ -261,7 +261,7 @@ class LLM(Prompts):
 
     @property
     def kv_type(self) -> str:
-        """Number type of the KV cache; for `auto`, the quantized type of the checkpoint's settings if there is one."""
+        """Number type of the KV cache: `kv_cache`, or if this is `auto`, the checkpoint's quantized type if any."""
         cache, asked = self.engine.runner.cache, self.config.kv_cache
         return asked if cache is None else cache_type(cache.layouts, asked)
 
@@ -294,7 +294,7 @@ class LLM(Prompts):
         }
 
     def describe(self) -> dict[str, str]:
-        """Return what users should know about how the model runs, keyed by topic."""
+        """Return one line of text on each topic of how the model runs, such as threads and kernels, keyed by topic."""
         engine, counts, model = self.engine, self.stats(), self.model
         topics = {
             "computed in": f"{dtype_name(model.dtype)} on {model.device}",
@@ -386,7 +386,7 @@ class LLM(Prompts):
 
 
 def _several(prompts: Prompt | Many[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; the argument may be a single prompt."""
+    """Return one prompt or several prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     # An empty list means no prompts, not one prompt without tokens.

@@ -17,7 +17,7 @@ _CUT_TOKENS = 8
 
 
 class Prompts:
-    """A checkpoint's tokenizer, if it has a usable one.
+    """Converts texts and conversations to token ids with a checkpoint's tokenizer, which may be missing.
 
     Args:
         path: directory of the checkpoint.
@@ -72,7 +72,7 @@ class Prompts:
             count += len(self._tokenized(text[start : start + size], add_special_tokens=False))
             if count > most + number * _CUT_TOKENS:
                 raise RequestError(
-                    f"the prompt has {len(text)} characters and more than {most} tokens, the limit; shorten it"
+                    f"the prompt has {len(text)} characters and more tokens than the limit of {most}; shorten it"
                 )
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:

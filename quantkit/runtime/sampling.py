@@ -29,7 +29,7 @@ def apply_penalties(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
 
     Args:
         logits: (R, V) float32; not modified.
-        rows: the sequence of each row, and how many of its drafts precede the token.
+        rows: for each row, its sequence, and how many of the sequence's drafts precede the token that the row chooses.
     """
     chosen = [(row, sequence, ahead) for row, (sequence, ahead) in enumerate(rows) if sequence.history is not None]
     if not chosen:
@@ -60,7 +60,7 @@ def apply_bias(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
 
     Args:
         logits: (R, V) float32; not modified.
-        rows: the sequence of each row, and how many of its drafts precede the token.
+        rows: for each row, its sequence, and how many of the sequence's drafts precede the token that the row chooses.
     """
     biases = [(row, bias) for row, (sequence, _) in enumerate(rows) if (bias := sequence.params.logit_bias)]
     if not biases:
@@ -74,12 +74,12 @@ def apply_bias(logits: Tensor, rows: list[tuple[Sequence, int]]) -> Tensor:
     return logits.index_put((where, tokens), values, accumulate=True)
 
 
-# Rows to sample: for each row, the sequence, and how many of its drafts precede the token.
+# Rows to sample: for each row, its sequence, and how many of the sequence's drafts precede the token to choose.
 Rows = list[tuple[Sequence, int]]
 
 
 def sample(logits: Tensor, rows: Rows) -> list[int]:
-    """Call `choose_tokens` and return a list on the host."""
+    """Choose one token for each row with `choose_tokens`, and return them as a list on the host."""
     tokens: list[int] = choose_tokens(logits, rows).tolist()
     return tokens
 
@@ -89,9 +89,9 @@ def choose_tokens(logits: Tensor, rows: Rows) -> Tensor:
 
     Args:
         logits: (R, V) float32; not modified.
-        rows: the sequence of each row, and how many of its drafts precede the token.
+        rows: for each row, its sequence, and how many of the sequence's drafts precede the token that the row chooses.
     Returns:
-        (R,) int64; valid as long as the logits are.
+        (R,) int64; the next step may overwrite them, as it may overwrite the logits.
     """
     if any(sequence.constraint is not None for sequence, _ in rows):
         logits = _constrained(logits, rows)
@@ -109,13 +109,13 @@ def _constrained(logits: Tensor, rows: Rows) -> Tensor:
 
 
 def select_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows of a step's logits or hidden states."""
+    """Return the rows with these indices, of a step's logits or hidden states."""
     (index,) = send(values.device, np.array(rows, dtype=np.int64))
     return values[index]
 
 
 def draw_of(row: tuple[Sequence, int]) -> Draw:
-    """Return the sampling parameters of a row, with a key that is unique to its request and position."""
+    """Return the sampling parameters of a row, with a random key that is unique to its request and position."""
     sequence, ahead = row
     params = sequence.params
     key = derived_seed(sequence.seed, len(sequence.ids) + ahead)
@@ -133,7 +133,7 @@ def log_probabilities(logits: Tensor, rows: Rows, tokens: list[int]) -> list[Tok
 
     Args:
         logits: (R, V) float32.
-        rows: the sequence of each row, and how many of its drafts precede the token.
+        rows: for each row, its sequence, and how many of the sequence's drafts precede the token that the row chooses.
         tokens: token chosen in each row.
     Returns:
         One item per row, None for rows whose request wants none; or None if no request wants any.

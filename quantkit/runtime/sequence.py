@@ -65,10 +65,10 @@ class PageHolder:
     """Owner of pages: a sequence, or its shadow in a draft model. *Mutable*.
 
     Args:
-        id: stable number; a smaller number arrived earlier.
+        id: number that never changes; sequences with smaller numbers arrived earlier.
         row: row in the page table and residual windows; -1 while waiting.
-        pages: numbers of its pages, in order.
-        num_table_entries: number of pages already written to its row of the page table.
+        pages: numbers of its pages, in the order of the tokens.
+        num_table_entries: number of pages already written to the sequence's row of the page table.
         num_evicted: number of tokens that each head has evicted.
         num_computed: number of tokens that the model has computed.
         adapter: name of the adapter that its tokens are computed with; None = the base model.
@@ -94,7 +94,7 @@ class Sequence(PageHolder):
         limit: number of tokens, prompt included, at which the request ends.
         seed: seed of the request's random draws.
         stop_ids: tokens that end the request.
-        arrived: arrival time.
+        arrived: arrival time, on the clock `time.perf_counter`.
     """
 
     ids: list[int]
@@ -133,7 +133,7 @@ class Sequence(PageHolder):
 
     @property
     def draws(self) -> bool:
-        """Whether the request generates more tokens after its known ones (prompt and output so far)."""
+        """Whether the request will generate more tokens than the prompt and the output so far."""
         return self.limit > len(self.ids)
 
     @property
@@ -143,7 +143,8 @@ class Sequence(PageHolder):
 
     @property
     def num_needed(self) -> int:
-        """Number of tokens that the pages must hold to compute all known tokens and, below the limit, a new one."""
+        """Number of tokens that the pages must hold to compute all known tokens, plus a new one if the limit allows it.
+        """
         return min(len(self.ids) + 1, self.limit)
 
     @property

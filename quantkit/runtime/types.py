@@ -24,7 +24,7 @@ _MOST_BIAS = 100.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScoring:
-    """Scores of given tokens that a request asks for, instead of sampled tokens.
+    """What a request scores: log-probabilities of given tokens, instead of generating tokens.
 
     Example: for the prompt [a, b, c, d], num_tokens 2 and continuations (x, y), the answer has the log-probabilities of
     c after ab, of d after abc, and of x and of y after abcd.
@@ -34,9 +34,9 @@ class PromptScoring:
             length.
         continuations: tokens that might follow the prompt, each scored separately.
         top: number of likeliest tokens to return at each scored token.
-        read_logits: called after each step with the position of the step's first prompt token and the logits after its
-            prompt tokens, (t, V) float32 on the model's device, which the next step may overwrite. These logits are
-            always computed anew: the prefix cache is neither read nor written. None = not requested.
+        read_logits: called after each step with two arguments: the position of the step's first prompt token, and the
+            logits after the step's prompt tokens, (t, V) float32 on the model's device. The next step may overwrite the
+            logits. They are always computed anew: the prefix cache is neither read nor written. None = not requested.
         chunk_size: maximum number of prompt tokens per step; 1 uses the decode path, which reads all earlier tokens
             from the cache. None = as many as a step takes.
     Raises:
@@ -162,7 +162,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a penalty changes the logits."""
+        """Whether the request has a penalty that changes logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -269,7 +269,9 @@ def _check_number(name: str, value: Any, condition: str, valid: Callable[[float]
 
 def _check_bias(bias: Mapping[int, float]) -> None:
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias is {shorten(bias)} ({type(bias).__name__}); map token ids to numbers")
+        raise RequestError(
+            f"logit_bias is {shorten(bias)} ({type(bias).__name__}); give a mapping from token ids to numbers"
+        )
     for token, value in bias.items():
         if not _is_integer(token):
             raise RequestError(f"logit_bias holds the key {shorten(token)}; every key must be a token id")

@@ -218,7 +218,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
         """Return log-probabilities of given continuations; see `LLM.score_tokens`.
 
         Raises:
-            RequestError: `chunk_size` is given, but vLLM scores prompts only in prefill, or vLLM refuses a text.
+            RequestError: `chunk_size` is given, although vLLM scores prompts only in prefill; or vLLM refuses a text.
         """
         if chunk_size is not None:
             raise RequestError(

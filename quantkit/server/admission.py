@@ -45,7 +45,7 @@ class Bodies:
     """Request bodies that the server holds in memory. *Mutable*.
 
     One thread parses large bodies one after another, so that only one body at a time needs the memory for parsing, and
-    small requests do not wait. Another thread compiles schemas.
+    small requests do not wait. Another thread compiles clients' schemas to check them.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,13 @@ class Bodies:
             kind: expected type of the body.
             most_ids: maximum number of token ids in one request.
         Raises:
-            RequestError: the body is too large, too slow or invalid.
+            RequestError: the body is too large, arrives too slowly or is invalid.
         """
         try:
             body = await asyncio.wait_for(self._read(request), BODY_SECONDS)
         except TimeoutError:
-            raise RequestError(f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+            text = f"the request body did not arrive within {BODY_SECONDS:.0f} s; send it again, or in smaller requests"
+            raise RequestError(text) from None
         size = len(body)
         try:
             check = partial(_checked, body, kind, min(_MOST_IDS, max(_MOST_VALUES, most_ids)))
@@ -83,7 +84,7 @@ class Bodies:
                 release_freed_memory()
 
     async def try_out(self, trial: Callable[[], None]) -> None:
-        """Run `trial`, which compiles a schema to check it, in the schema thread.
+        """Run `trial`, a function that compiles a client's schema to check it, in the thread for schemas.
 
         Raises:
             Refused: too many schemas are being compiled.
@@ -112,7 +113,7 @@ class Bodies:
                 size += len(part)
                 self._num_bytes += len(part)
                 if size > MAX_BODY_BYTES:
-                    text = f"the body has more than {MAX_BODY_BYTES} bytes; send less in one request"
+                    text = f"the request body has more than {MAX_BODY_BYTES} bytes; send less in one request"
                     raise Refused(text, status=413, connection="close")
                 if size > _SMALL_BODY and self._num_bytes > _HELD_BYTES:
                     text = f"the request bodies in the server's memory exceed {_HELD_BYTES >> 20} MiB; try again later"
@@ -134,10 +135,10 @@ def _checked(body: bytes, kind: type[Asked], most_ids: int) -> Asked:
 
 
 def _check_counts(body: bytes, most_values: int) -> None:
-    """Refuse JSON with more values than any valid request has.
+    """Refuse a request body with more lists, objects, entries or values than any valid request has.
 
     Raises:
-        RequestError: the JSON has more values.
+        RequestError: the body exceeds one of these limits.
     """
     limits = {b"[{": (_MOST_CONTAINERS, "lists and objects"), b":": (_MOST_ENTRIES, "entries of objects")}
     limits[b","] = (most_values, "values")
@@ -149,7 +150,7 @@ def _check_counts(body: bytes, most_values: int) -> None:
         for marks, (most, what) in limits.items():
             counts[marks] += sum(int(np.count_nonzero(chunk == mark)) for mark in marks)
             if counts[marks] > most:
-                raise RequestError(f"the body holds more than {most} {what}; send less in one request")
+                raise RequestError(f"the request body holds more than {most} {what}; send less in one request")
 
 
 def _outside_texts(body: bytes) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
@@ -229,27 +230,28 @@ class Doorkeeper:
         """Return the application, or the response that says why the client is refused."""
         names = [name for name, _ in scope["headers"]]
         if b"content-length" in names and b"transfer-encoding" in names:
-            text = "Content-Length and Transfer-Encoding are both given; send one of them"
+            text = "the headers Content-Length and Transfer-Encoding are both given; send only one of them"
             return JSONResponse(answers.error(text), status_code=400, headers={"Connection": "close"})
         headers = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"origin", b"host")}
         origin, host = headers.get(b"origin"), headers.get(b"host")
         # HTTP/1.0 requests may lack the Host header, but no browser sends such requests.
         if self.hosts is not None and host is not None and _name_of(host) not in self.hosts:
             text = (
-                "the Host header names another server; address this server as localhost, or start it with "
-                "--allow-host NAME"
+                "this server does not accept the host name in the Host header; use localhost in the URL, or start the "
+                "server with --allow-host NAME"
             )
             return JSONResponse(answers.error(text, code="host_not_allowed"), status_code=403)
         # A browser sends requests without a preflight on behalf of any page, but it names the page's origin.
         own = {f"http://{host}", f"https://{host}", *self.origins}
         if origin and (names.count(b"origin") > 1 or not {origin, "*"} & own):
             text = (
-                "pages of this origin may not send requests; to allow it, start the server with --allow-origin ORIGIN"
+                "web pages of this origin may not send requests to this server; to allow them, start the server with "
+                "--allow-origin ORIGIN"
             )
             return JSONResponse(answers.error(text, code="origin_not_allowed"), status_code=403)
         if self._is_allowed(scope):
             return self.app
-        text = "the API key is missing or wrong; send Authorization: Bearer KEY"
+        text = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
         body = answers.error(text, code="invalid_api_key")
         return JSONResponse(body, status_code=401, headers={"WWW-Authenticate": "Bearer"})
 

@@ -1,4 +1,4 @@
-"""Build answers in OpenAI's format. They are plain dictionaries, because one is built for every token."""
+"""Answers in OpenAI's format, as plain dictionaries: one is built for every streamed token, so this must be fast."""
 
 import json
 import time
@@ -17,10 +17,10 @@ from quantkit.server.schemas import CompletionRequest
 
 
 class Vocabulary:
-    """Text of a tokenizer's tokens.
+    """Converts tokens to text, all together or one by one.
 
     Args:
-        tokenizer: tokenizer of transformers.
+        tokenizer: a transformers tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -36,14 +36,14 @@ class Vocabulary:
         return self._text_of(list(ids))
 
     def stream(self, context: Sequence[int]) -> Detokenizer:
-        """Return a decoder for the tokens that follow `context`."""
+        """Return a detokenizer for the tokens that follow the tokens `context`."""
         return Detokenizer(self._text_of, list(context))
 
     def _whole(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _piece(self, token: int) -> str:
-        """Return a token's own text; for a token that is part of a character, its name in the vocabulary."""
+        """Return the text of one token, or its name in the vocabulary if it holds only a part of a character."""
         text = self._whole([*self._before, token])[self._shown_before :]
         if "\ufffd" in text or not text:
             return str(self._tokenizer.convert_ids_to_tokens(token))
@@ -63,7 +63,7 @@ class Head:
     Args:
         kind: `text_completion`, `chat.completion` or `chat.completion.chunk`.
         model: name of the served model.
-        prefix: prefix of the id.
+        prefix: beginning of the answer's id, such as `cmpl`.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def around(self, choices: list[Json], **further: Any) -> Json:
-        """Return an answer with these choices."""
+        """Return an answer that consists of these fields, the given choices and any further fields."""
         own = {"id": f"{self.prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
         return {**own, "choices": choices, **further}
 
@@ -133,7 +133,10 @@ class TextLogprobs:
         self._stream, self._offset = vocabulary.stream(context), 0
 
     def _part(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Any]) -> Json:
-        """Describe the next tokens; log-probability and top tokens are None for the first prompt token."""
+        """Return OpenAI's `logprobs` object for the next tokens of the text.
+
+        The first prompt token has no log-probability and no top tokens: both are None.
+        """
         piece, offsets = self._vocabulary.piece, []
         for token in tokens:
             offsets.append(self._offset)
@@ -147,12 +150,12 @@ class TextLogprobs:
         }
 
     def of_new(self, logprobs: Sequence[TokenLogprob]) -> Json:
-        """Describe generated tokens."""
+        """Return OpenAI's `logprobs` object for generated tokens."""
         tokens = [each.token_id for each in logprobs]
         return self._part(tokens, [each.logprob for each in logprobs], [each.top for each in logprobs])
 
     def of_prompt(self, completion: Completion) -> Json:
-        """Describe the prompt's tokens; the first has no log-probability."""
+        """Return OpenAI's `logprobs` object for the tokens of the prompt, of which the first has no log-probability."""
         ids, scores = completion.prompt_token_ids, completion.scores
         values: list[float] = [] if scores is None else scores.logprobs.tolist()
         tops: list[Any] = [()] * len(values)
@@ -187,7 +190,7 @@ class Shape(Protocol):
         """Return the choices to send before the first token."""
 
     def part(self, index: int, output: StepOutput) -> Json | None:
-        """Return a choice with the part that one step added to an answer; None if there is nothing to show."""
+        """Return a choice with what one step added to the answer of this index; None if there is nothing to send."""
 
     def whole(self, index: int, completion: Completion) -> Json:
         """Return the choice of a finished answer."""
@@ -198,7 +201,7 @@ class TextShape:
 
     Args:
         ask: the request.
-        prompts: text and tokens of the prompt of each answer; the text is empty without `echo`.
+        prompts: for each answer, text and tokens of its prompt; the text is empty if the request does not set `echo`.
         vocabulary: vocabulary of the model.
         model: name of the served model.
     """

@@ -66,13 +66,13 @@ class Server:
     Args:
         bridge: connection to the engine.
         name: name that clients use for the model.
-        max_prompt: maximum number of prompt tokens; None = as many as fit.
+        max_prompt: maximum number of prompt tokens; None = as many as the engine can hold.
         key: API key that clients must send; None = no key is needed.
         log: called with one line per request; None = requests are not logged.
         origins: web origins allowed besides the server's own; "*" = all.
         hosts: names of this server accepted in the `Host` header; None = any.
         is_ending: whether the server is shutting down and refuses requests.
-        created: creation time, for clients that show it.
+        created: time that clients see as the model's creation time, in seconds since 1970.
     """
 
     bridge: Bridge
@@ -88,7 +88,7 @@ class Server:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Counters since the start."""
+        """Metrics since the server started."""
         return Metrics(self.bridge)
 
     @cached_property
@@ -325,7 +325,8 @@ class Server:
         try:
             return [prompt if isinstance(prompt, str) else self.vocabulary.text(prompt) for prompt in prompts]
         except OverflowError:
-            raise Refused("prompt has a token id that is not in the model's vocabulary", "prompt") from None
+            text = "prompt has a token id that is not in the model's vocabulary; use the ids of the model's tokenizer"
+            raise Refused(text, "prompt") from None
 
     def _bounded(self, ids: list[int]) -> list[int]:
         if self.max_prompt is not None and len(ids) > self.max_prompt:
@@ -355,4 +356,4 @@ def _explained(problem: Exception, *, hidden: str, shown: str) -> tuple[int, ans
         return 400, answers.error(text), {}
     if isinstance(problem, ClientDisconnect):
         return 499, {}, {}
-    return 500, answers.error("the server failed on this request; see its log", kind="server_error"), {}
+    return 500, answers.error("the server failed on this request; see the server's log", kind="server_error"), {}

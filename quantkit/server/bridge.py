@@ -68,7 +68,7 @@ class Mailbox:
         """Wait for outputs and return all of them, each with the index of its answer.
 
         Raises:
-            ClientGone: see `close`.
+            ClientGone: the client has disconnected.
         """
         await self._wake.wait()
         if self._closed:
@@ -80,14 +80,14 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """An answer that is to be computed.
+    """An answer that the engine shall compute.
 
     Args:
         mailbox: mailbox for the outputs of the answer.
         index: index of the answer in the request.
         ids: tokens of the prompt.
         params: sampling parameters.
-        arrived_s: when the request arrived.
+        arrived_s: arrival time of the request, on the clock `time.perf_counter`.
     """
 
     mailbox: Mailbox
@@ -105,7 +105,7 @@ class Bridge:
         max_waiting: maximum number of requests that may wait besides the running ones.
         say: called with each line for the operator.
     Attributes:
-        failure: exception that ended the thread, such as a model that cannot be loaded; None = none.
+        failure: exception that ended the thread, for instance because the model cannot be loaded; None = no exception.
         num_open: number of answers that have not ended.
         most_open: maximum number of answers that may be open, waiting ones included.
     """
@@ -133,12 +133,12 @@ class Bridge:
 
     @property
     def is_lost(self) -> bool:
-        """Whether several steps in a row have failed."""
+        """Whether so many steps in a row have failed that the server should be restarted."""
         return self.num_failed_steps >= _LOST_AFTER
 
     @property
     def engine(self) -> Engine:
-        """The engine, for reading its figures."""
+        """The engine; only once the model is loaded."""
         assert self._engine is not None, "the engine was requested before the model was loaded"
         return self._engine
 
@@ -159,7 +159,7 @@ class Bridge:
             self._thread.join()
 
     def check_capacity(self, num_prompts: int, num_samples: int = 1) -> None:
-        """Refuse prompts if there is no room for them now.
+        """Refuse a request if its answers would exceed the maximum number of open answers.
 
         Args:
             num_prompts: number of prompts in one request.
@@ -171,7 +171,8 @@ class Bridge:
         if count > self.most_open:
             what = f"{num_prompts} prompts" + (f" with {num_samples} answers each" if num_samples > 1 else "")
             raise RequestError(
-                f"the request holds {what}; this server accepts at most {self.most_open} answers at once"
+                f"the request holds {what}; this server accepts at most {self.most_open} answers at once, so send "
+                "several smaller requests"
             )
         if self.num_open + count > self.most_open:
             num_waiting = max(count, self.num_open - self.llm.config.max_sequences)
@@ -251,7 +252,8 @@ class Bridge:
                 self.num_failed_steps = 0
         except Exception as error:  # the next step returns the requests that ended
             self.num_failed_steps += 1
-            self._say(f"a step failed, so its requests end with an error: {type(error).__name__}: {first_line(error)}")
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            self._say(f"a step failed, so all running requests end with an error: {cause}")
             return
         news = []
         for output in outputs:

@@ -40,7 +40,7 @@ class Remote:
         """Connect.
 
         Raises:
-            InputError: there is no server, or it is not a model server.
+            InputError: no server answers at the URL, or the server offers no model.
         """
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
@@ -63,10 +63,11 @@ class Remote:
                 await _check(answer)
                 models = parse_object(await answer.read(), f"{self.url}/v1/models", ModelError, "check the URL")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise InputError(f"no server answers at {self.url}: {first_line(error)}") from None
+            raise InputError(f"no server answers at {self.url}; check the URL: {first_line(error)}") from None
         served = models.get("data")
         if not (isinstance(served, list) and served and isinstance(served[0], dict) and served[0].get("id")):
-            raise InputError(f"{self.url} serves no model: {shorten(served)}")
+            text = f"the server at {self.url} lists no model ({shorten(served)})"
+            raise InputError(f"{text}; check the URL and the server's settings")
         return str(served[0]["id"])
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -88,11 +89,11 @@ class Remote:
                         continue
                     part = json.loads(data)
                     if "error" in part:
-                        raise RequestError(f"{self.url}: {shorten(part['error'], 500)}")
+                        raise RequestError(f"the server at {self.url} reports: {shorten(part['error'], 500)}")
                     yield part
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise RequestError(
-                f"{self.url} ended the answer early: {type(error).__name__}: {first_line(error)}"
+                f"the server at {self.url} ended the answer early: {type(error).__name__}: {first_line(error)}"
             ) from None
 
     async def _post(self, path: str, asked: dict[str, Any]) -> aiohttp.ClientResponse:

@@ -162,7 +162,7 @@ class ChatRequest(Sampling):
     )
     parallel_tool_calls: bool | None = Field(
         None,
-        description="False = at most one call. None = any number of calls, but one if tool_choice forces a call.",
+        description="False = at most one call. None = one call if tool_choice forces a call, otherwise any number.",
     )
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables of the chat template.")
@@ -182,7 +182,8 @@ class ChatRequest(Sampling):
         if self.forced_tools is not None:
             for field, is_given in (("response_format", schema is not None), ("ignore_eos", self.ignore_eos)):
                 if is_given:
-                    raise Refused(f"{field} does not work with a tool_choice that forces a call; leave one out", field)
+                    text = f"{field} does not work with a tool_choice that forces a call; leave one of the two out"
+                    raise Refused(text, field)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.params(max_tokens=count, json_schema=schema, logprobs=logprobs)
 
@@ -205,11 +206,13 @@ class ChatRequest(Sampling):
         tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools or ()}
         if not isinstance(self.tool_choice, NamedTool):
             if not tools:
-                raise Refused("tool_choice is 'required' without tools; give tools", "tool_choice")
+                text = "tool_choice is 'required', but the request has no tools; give tools, or leave tool_choice out"
+                raise Refused(text, "tool_choice")
             return tools
         name = self.tool_choice.function.name
         if name not in tools:
-            raise Refused(f"tool_choice names the function {name!r}, which is not among the tools", "tool_choice")
+            text = f"tool_choice names the function {name!r}, which is not among the tools; choose one of the tools"
+            raise Refused(text, "tool_choice")
         return {name: tools[name]}
 
     @property
@@ -228,13 +231,13 @@ class TokenizeRequest(Schema):
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("give either prompt or messages, and not both")
         return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerFormat:
-    """How to read an answer.
+    """How to separate a model's answer into thinking, tool calls and text.
 
     Args:
         dialect: how the model writes calls and thinking.
@@ -279,7 +282,7 @@ class AnswerFormat:
         )
 
     def marker_tokens(self, added: Mapping[str, int]) -> dict[str, int]:
-        """Return the added tokens of a tokenizer that are markers in this format.
+        """Return those of a tokenizer's added tokens that mark thinking or calls in this format.
 
         Args:
             added: ids of added tokens, keyed by text.

@@ -12,7 +12,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Counters of one server.
+    """Metrics of one server: counts and times of its requests, and the engine's figures.
 
     Args:
         bridge: connection to the engine.
@@ -43,7 +43,7 @@ class Metrics:
         )
 
     def ended(self, completion: Completion) -> None:
-        """Count a finished prompt."""
+        """Count a finished completion, its tokens and its times."""
         timing = completion.timing
         self._ended.labels(completion.finish_reason).inc()
         self._prompt_tokens.inc(timing.prompt_tokens)
@@ -54,12 +54,12 @@ class Metrics:
                 self._itl.observe(gap)
 
     def text(self) -> bytes:
-        """Return all figures as text."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _EngineFigures:
-    """Figures of the engine, read on request."""
+    """Figures of the engine, read each time that a client asks for the metrics."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge

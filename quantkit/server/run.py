@@ -33,8 +33,8 @@ class Connection(H11Protocol):
     """A connection that is closed if its client is slow to send headers. *Mutable*.
 
     Args:
-        most: maximum number of connections of the server. If there are more, the one that has waited longest for a
-            request is closed; if none is waiting, the new one is closed.
+        most: maximum number of connections of the server. A connection beyond this number closes the one that has
+            waited longest for a request, or itself if no connection is waiting.
         waiting: connections waiting for a request, longest wait first. *Mutable*, shared by all connections.
         arguments: arguments of uvicorn.
     """
@@ -139,7 +139,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         server: server whose bridge has not been started.
-        say: called when the model is loaded and when the shutdown begins.
+        say: called with lines of text for the operator, such as that the model is loaded.
         drain_seconds: maximum seconds to finish open requests at shutdown.
     """
 

@@ -208,7 +208,7 @@ class CompletionRequest(Sampling):
 
 
 class DetokenizeRequest(Schema):
-    """A request for the text of tokens."""
+    """A request to convert token ids to text."""
 
     takes_ids: ClassVar[bool] = True
 
@@ -217,7 +217,7 @@ class DetokenizeRequest(Schema):
 
 
 def explain_validation(error: ValidationError) -> Refused:
-    """Return the most helpful validation error of a request in one line."""
+    """Return a refusal with the most helpful of a request's validation errors, in one line."""
     # If a field may have several types, the error of the type that fits best is the most helpful one.
     errors = error.errors(include_url=False)
     first = max(errors, key=lambda item: (not item["type"].endswith("_type"), len(item["loc"])))
@@ -227,12 +227,10 @@ def explain_validation(error: ValidationError) -> Refused:
     if first["type"] == "extra_forbidden":
         return Refused(f"{name} is not supported by this server; leave it out", field)
     if first["type"] == "missing":
-        return Refused(f"{name} is missing", field)
-    problem = first["msg"].replace(
-        "Input should be", "this server supports only" if "literal" in first["type"] else "it should be"
-    )
-    text = f"{name} is {shorten(first['input'])}: {problem}" if name else first["msg"].removeprefix("Value error, ")
-    return Refused(text, field)
+        return Refused(f"{name} is missing; give this field", field)
+    should = "this server supports only" if "literal" in first["type"] else "it should be"
+    problem = first["msg"].removeprefix("Value error, ").replace("Input should be", should)
+    return Refused(f"{name} is {shorten(first['input'])}: {problem}" if name else problem, field)
 
 
 Json = dict[str, Any]

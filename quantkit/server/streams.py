@@ -14,7 +14,7 @@ from quantkit.server.bridge import Bridge, ClientGone, Mailbox
 from quantkit.server.schemas import StreamOptions
 
 SEND_SECONDS = 60.0
-"""Seconds that a client may take to read what was sent, before the server gives up on it."""
+"""Seconds that a client may take to read what was sent, before the server ends the stream."""
 
 FAILED = error("the model failed on this request; see the server's log", kind="server_error")
 

@@ -49,7 +49,7 @@ class Evictor:
         return min(sequence.num_needed - sequence.num_evicted, self.budget.peak)
 
     def grows(self, sequence: Sequence) -> bool:
-        """Whether the sequence may keep more tokens than its pages hold, up to its limit and the KV budget."""
+        """Whether the sequence may need more pages before it reaches its limit or the KV budget."""
         return min(sequence.limit, self.budget.tokens) > len(sequence.pages) * self.budget.page_size
 
     def evict(self, sequences: Iterable[Sequence], preempt: Callable[[], None], oldest: int) -> None:

@@ -13,7 +13,7 @@ tokens in these pages therefore move into slots of tokens that this head evicts 
 
 The order of cached tokens does not matter: keys are already rotated, and all are older than every query. Only layers
 with a sliding window need the order; they lose the page without any moves, because its tokens lie before the window.
-Stored bits move unchanged, except keys with a scale per channel: a page whose contents change is quantized again.
+Stored bits move unchanged, except keys with a scale per channel: if a page changes, its keys are quantized again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,7 +131,7 @@ class KVCache:
                 yield n, page_keys(views, numbers).flatten(1, 2)
 
     def compact(self, pages: Sequence[int], given_up: range, evicted: Mapping[int, Array]) -> None:
-        """Fill slots of evicted tokens with the remaining tokens of pages that a sequence is about to lose.
+        """Move tokens that are kept out of pages that a sequence is about to lose, into slots of evicted tokens.
 
         See `fill_holes`.
 
@@ -176,7 +176,7 @@ def lowest(scores: Tensor, candidates: range, count: int) -> Array:
 
 
 def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) -> None:
-    """For each head, fill the slots of evicted tokens in other pages with the remaining tokens of the slots `given_up`.
+    """For each head, move the tokens that it keeps from the slots `given_up` to slots of evicted tokens in other pages.
 
     Args:
         views: pages of one layer; modified.

@@ -55,8 +55,9 @@ class StatePool:
         return sum(pool.nbytes for pool in self._pools)
 
     def read(self, run: "Run") -> tuple[Tensor, Tensor]:
-        """Return the convolution's past inputs (B, W - 1, C) and the states (B, H, N, P); both are zero for new
-        sequences.
+        """Return the convolution's past inputs (B, W - 1, C) and the states (B, H, N, P) of a run's sequences.
+
+        Both are zero for sequences without computed tokens.
         """
         past, state = (pool[run.rows] for pool in self._pools)
         return (past.zero_(), state.zero_()) if run.begins else (past, state)
@@ -100,7 +101,7 @@ _BIAS = 127  # added to an exponent to store it as a byte
 
 @dataclass(frozen=True, slots=True)
 class EntryCodes:
-    """Encodes vectors (n, D) as bytes (n, B), and decodes the bytes.
+    """Encodes vectors (n, D), which are entries or keys of the indexer, as bytes (n, B), and decodes the bytes.
 
     Args:
         width: number of channels D of a vector.
@@ -168,7 +169,7 @@ class EntryCodes:
 
 
 class EntryPool:
-    """DeepSeek-V4's cache of one layer: entries in pages, and one row per sequence for the rest. *Mutable*.
+    """DeepSeek-V4's cache of one layer: entries in pages, and one row per running sequence. *Mutable*.
 
     A row holds the keys of the sliding window and the inputs of the next entries. Rows need no clearing.
 
@@ -241,8 +242,14 @@ class EntryPool:
         self._past[row, self._past.shape[1] - count :] = past[len(past) - count :].to(self._past.dtype)
 
     def entries(self, pages: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the first `count` entries (n, D) of a sequence, and their keys (n, D) in the indexer if
-        there is one.
+        """Return the first `count` entries (n, D) of a sequence.
+
+        If the layer has an indexer, the list also contains the indexer's keys (n, D) of these entries.
+
+        Args:
+            pages: pages of the sequence, in order.
+            count: number of entries n.
+            dtype: dtype of the returned tensors.
         """
         return [
             codes.decode(pool[pages].view(-1)[: count * codes.num_bytes].view(count, codes.num_bytes), dtype)
@@ -250,7 +257,7 @@ class EntryPool:
         ]
 
     def append(self, pages: Tensor, first: int, entries: Sequence[Tensor]) -> None:
-        """Store new entries of one sequence behind its earlier entries.
+        """Store new entries of one sequence after its earlier entries.
 
         Args:
             pages: pages of the sequence, in order.

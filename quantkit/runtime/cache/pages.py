@@ -30,7 +30,7 @@ _KEY_BYTES = 16
 
 
 class PagePool:
-    """Reference-counted pages 0 .. num_pages - 1, and a table from content key to page.
+    """Counts the references to pages 0 .. num_pages - 1, and finds pages by their content keys.
 
     Args:
         num_pages: number of pages.
@@ -76,7 +76,7 @@ class PagePool:
         return pages
 
     def is_private(self, page: int) -> bool:
-        """Whether a held page may be written: it has one holder and no key."""
+        """Whether a held page may be written, because it has only one holder and no key."""
         return self._counts[page] == 1 and page not in self._key_of
 
     def withdraw(self, page: int) -> bool:
@@ -131,7 +131,7 @@ class PagePool:
         self._cached = {}
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
-        """Check that the pool agrees with itself and with the sequences that hold pages.
+        """Check that the pool's tables agree with each other and with the sequences that hold pages.
 
         Args:
             holders: the page list of every sequence.
@@ -154,14 +154,14 @@ class PagePool:
 
 
 class PrefixCache:
-    """Finds and publishes pages by content.
+    """Finds cached pages that hold the beginning of a sequence, and publishes pages for later sequences.
 
     Args:
         pool: the page pool.
         page_size: tokens per page.
         identity: everything else that determines a page's bytes: model and KV format.
         enabled: False = find and publish nothing.
-        most: share at most this many tokens from the start of a sequence; None = all.
+        most: maximum number of tokens at the start of a sequence that may be shared; None = no limit.
         adapters: digest of each adapter that sequences may have, keyed by name.
     """
 
@@ -201,13 +201,13 @@ class PrefixCache:
         return pages
 
     def missing_keys(self, sequence: Sequence, num_known: int) -> list[bytes]:
-        """Return the keys of a sequence's shareable pages, without the first `num_known` of them."""
+        """Return the keys of those pages of a sequence that can be shared, without the first `num_known` keys."""
         if not self.enabled:
             return []
         return [self._key(sequence, index) for index in range(num_known, self._whole_pages(sequence.first_row))]
 
     def take(self, sequence: Sequence, pages: list[int]) -> None:
-        """Give the matched pages to a sequence that starts or restarts."""
+        """Give pages that `match` has returned to a sequence that starts or restarts."""
         for page in pages:
             self._pool.share(page)
         sequence.pages = list(pages)

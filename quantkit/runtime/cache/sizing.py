@@ -103,11 +103,11 @@ class Capacity:
         return cls(num_tokens=min(length, pooled), max_length=length)
 
     def check(self, num_prompt: int, max_tokens: int | None) -> None:
-        """Refuse a request that can never fit.
+        """Refuse a request that can never fit in the context and the KV pool.
 
         Args:
             num_prompt: prompt tokens.
-            max_tokens: requested new tokens; None = as many as fit, at least one.
+            max_tokens: maximum number of new tokens; None = as many as fit, at least one.
         Raises:
             RequestError: the request is too long; the message says how many tokens fit.
         """

@@ -1,8 +1,8 @@
 """Separate an answer into thinking, tool calls and content while it is generated. Torch-free.
 
 A call is reported when it is complete, because text that only looks like a call must stay text. The parser holds back
-only text whose meaning depends on what follows: the beginning of a marker, an open call, and whitespace that may be
-next to a call. The result does not depend on how the text is cut into pieces.
+only text whose meaning depends on later text: the beginning of a marker, an open call, and whitespace that may be next
+to a call. The result does not depend on how the text is cut into pieces.
 """
 
 import re

@@ -1,8 +1,8 @@
 """A dialect: the markers around tool calls and thinking, and how a call is written. Torch-free.
 
 A dialect lists texts, and fits a model if all of them occur in the model's chat template. If several dialects fit, the
-one with the longest texts is used. Markers are those of the chat templates; vLLM's and SGLang's tool parsers look for
-the same markers.
+dialect with the longest texts is used. Markers are those of the chat templates; vLLM's and SGLang's tool parsers look
+for the same markers.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Dialect:
     Args:
         name: name of the YAML file without its suffix.
         template: texts that all occur in a chat template of this dialect.
-        start: first marker of an answer that calls tools; empty = the dialect has no tool calls.
+        start: marker before the first call of an answer; empty = the dialect has no tool calls.
         begin, end: markers around one call; empty `end` = a call extends to the next call or the end of the answer.
         stop: marker after the last call; empty = none.
         call: regular expression for a call, with the groups `name` and `arguments`; None = a call is a JSON object with

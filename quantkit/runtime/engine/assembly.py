@@ -116,7 +116,7 @@ def _read(
 ) -> tuple[ModelConfig, list[Layout]] | None:
     """Return a model's config and the KV layouts of its layers; None if only transformers can run the model.
 
-    With `mtp`, the layer of the model's MTP head is included.
+    With `mtp`, the layouts include the layer of the model's MTP head.
     """
     reader = CheckpointReader(path)
     try:
@@ -199,7 +199,9 @@ def _check_eviction(layouts: Sequence[Layout], *, has_draft: bool) -> None:
         kept = "a state of fixed size per sequence" if layouts else "its own keys and values"
         if any(isinstance(layout, EntryLayout) for layout in layouts):
             kept = "a window and entries that each stand for several tokens"
-        raise RequestError(f"kv_budget: the model keeps {kept}, which cannot be evicted; leave kv_budget out")
+        raise RequestError(
+            f"kv_budget does not work with this model: it keeps {kept}, which cannot be evicted; leave kv_budget out"
+        )
     if has_draft:
         raise RequestError(
             "kv_budget does not work with a draft model or an MTP head, which keep all keys and values of a sequence; "

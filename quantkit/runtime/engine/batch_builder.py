@@ -52,7 +52,7 @@ def is_decode_step(chunks: Many[ScheduledChunk]) -> bool:
 
 
 def last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
-    """Return the indices of each chunk's last rows in the logits of all chunks.
+    """Return the indices of the last rows of each chunk, as rows of the logits of all chunks together.
 
     Args:
         chunks: chunks of the step.
@@ -63,9 +63,14 @@ def last_rows(chunks: list[ScheduledChunk], counts: list[int]) -> list[int]:
 
 
 def following_tokens(work: tuple[Sequence, int], chosen: list[int]) -> list[int]:
-    """Return the tokens that follow the tokens of a sequence's chunk, before the chosen ones are appended.
+    """Return the token that follows each token of a sequence's chunk, except the rejected drafts.
 
-    A prompt that is only scored ends without a chosen token; token 0 then stands for what would follow.
+    Call this before the chosen tokens are appended to the sequence. After a prompt that is only scored, no token is
+    chosen; token 0 then stands for the missing token.
+
+    Args:
+        work: the sequence, and the number of tokens of its chunk.
+        chosen: the chosen tokens.
     """
     sequence, count = work
     known = sequence.ids[sequence.num_computed + 1 : sequence.num_computed + count + 1]
@@ -73,7 +78,7 @@ def following_tokens(work: tuple[Sequence, int], chosen: list[int]) -> list[int]
 
 
 def chunk_of(sequence: Sequence, count: int) -> ScheduledChunk:
-    """Return a sequence's chunk in the next step: `count` known tokens, then the drafts."""
+    """Return a sequence's chunk in the next step: `count` tokens, which are known tokens and then all drafts."""
     start, end = sequence.num_computed, sequence.num_computed + count
     num_logits = end - max(start, sequence.first_row)
     return ScheduledChunk(sequence, sequence.ids[start:end] + sequence.drafts, start, max(0, num_logits))
@@ -212,7 +217,7 @@ class BatchBuilder:
         return self._table[[chunk.holder.row for chunk in chunks], :width]
 
     def _reserve(self, count: int) -> None:
-        """Grow the buffers to hold this many new tokens per step."""
+        """Allocate larger buffers, which hold this many new tokens per step."""
         self._tokens, self._positions, self._text, self._slots, self._logits = (
             _Buffer(count, np.int64) for _ in range(5)
         )

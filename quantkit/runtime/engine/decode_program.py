@@ -89,7 +89,7 @@ class DecodeProgram:
         return self._model.scaled_logits(scores[:count])
 
     def _fill(self, program: Program, chunks: Sequence[ScheduledChunk]) -> Array:
-        """Write the tokens of a step, and the program's numbers about them; return the page table."""
+        """Write a step's tokens, positions, lengths and cache rows for the program; return the page table."""
         at = 0
         for index, (holder, new, start, _) in enumerate(chunks):
             count = len(new)
@@ -129,8 +129,8 @@ def record(
         rows: maximum number of new tokens.
         adapter: name of the adapter that all sequences use; None = the base model.
     Returns:
-        The program; its input buffer for embeddings (rows, H), which it overwrites; and its output buffers, the hidden
-        states (rows, H) after the final norm and the output projection's scores (rows, V).
+        The program and three of its buffers: the input embeddings (rows, H), which the program overwrites; the hidden
+        states (rows, H) after the final norm; and the scores (rows, V) of the output projection.
     Raises:
         Unsupported: the model has a part that no program covers.
     """

@@ -117,7 +117,10 @@ class DraftModelProposer(Proposer):
         return ready
 
     def _shadow(self, sequence: Sequence, num_tokens: int) -> _Shadow | None:
-        """Return the sequence's shadow with pages for this many tokens; None if pool or context is too small."""
+        """Return the sequence's shadow with pages for this many tokens.
+
+        Return None if the draft model's pool or context is too small for them.
+        """
         shadow = self._shadows.get(sequence.id)
         if shadow is None:
             shadow = self._shadows[sequence.id] = _Shadow(id=sequence.id, row=self._rows.pop())

@@ -46,7 +46,7 @@ class Engine:
 
     Args:
         model: model to run.
-        cache: KV cache; None if the model keeps its own (pages then only count tokens).
+        cache: KV cache; None if the model keeps its own keys and values (pages then only count tokens).
         config: settings.
         num_pages: pages in the cache.
         tokenizer: a transformers tokenizer, for texts and stop texts; None = the engine handles tokens only.
@@ -124,7 +124,7 @@ class Engine:
             The request's number, as in `StepOutput`.
         Raises:
             RequestError: the prompt is empty, has unknown tokens, or has fewer tokens than the request asks to score;
-                the request can never fit (the message says how many tokens fit); the schema or grammar is invalid; or
+                the request can never fit (the message says how many tokens fit); the schema or grammar is invalid;
                 there are stop texts, but no tokenizer; or the adapter is unknown.
         """
         ids = self.check(prompt_ids, params)
@@ -160,7 +160,7 @@ class Engine:
             # operator.index takes numpy's integers and refuses floats, which int() would truncate.
             ids = [index(token) for token in prompt_ids]
         except TypeError as error:
-            raise RequestError(f"the prompt is not a list of token ids ({error})") from None
+            raise RequestError(f"the prompt is not a list of token ids ({error}); give integers") from None
         self._limits.check(len(ids), params.max_tokens)
         self.model.adapters.check(params.adapter)
         given = ids
@@ -288,7 +288,7 @@ class Engine:
         return len(rows)
 
     def _evict(self, sequences: Iterable[Sequence]) -> None:
-        """Evict pages of those sequences that have not ended, where an eviction is due."""
+        """Evict pages of each of these sequences that has not ended and whose next eviction is due."""
         if self.eviction is not None:
             alive = (sequence for sequence in sequences if sequence.id in self._requests)
             oldest = next(iter(self._requests), -1)
@@ -305,7 +305,7 @@ class Engine:
         self._evict(step.sequences)
 
     def _verified(self, sequence: Sequence, chosen: list[int]) -> list[int]:
-        """Return the chosen tokens up to and including the first that differs from the draft at its position."""
+        """Return the chosen tokens up to and including the first token that differs from the draft at its position."""
         if len(chosen) < 2:
             return chosen
         pairs = enumerate(zip(sequence.drafts, chosen, strict=False))

@@ -78,9 +78,9 @@ class Verdict(NamedTuple):
 
 
 def check_kernels(device: torch.device) -> None:
-    """Check the kernels of a device and let torch replace families that fail.
+    """Check the GPU kernels of a device, and let torch replace each kernel family that fails.
 
-    `QUANTKIT_TRITON=force` skips the check.
+    The environment variable `QUANTKIT_TRITON=force` skips the check.
     """
     if not gpu.is_used(device) or _is_forced():
         return
@@ -93,7 +93,7 @@ def check_kernels(device: torch.device) -> None:
 
 
 def self_test(device: torch.device) -> dict[str, Verdict]:
-    """Compare every kernel family with torch and store the verdicts.
+    """Compare every family of GPU kernels with torch; store and return the verdicts, keyed by family.
 
     Raises:
         InputError: no GPU kernels run on this device.
@@ -131,7 +131,7 @@ def identity(device: torch.device) -> dict[str, str]:
 
 
 def verdict_file(device: torch.device) -> Path:
-    """Return the path of the verdict file, whether or not it exists."""
+    """Return the path of the file for a device's verdicts, whether or not the file exists."""
     about = json.dumps(identity(device)).encode()
     return cache_folder() / f"kernel-checks-{hashlib.sha256(about).hexdigest()[:16]}.json"
 
@@ -234,7 +234,7 @@ def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def steps(count: int, num_pages: int, page_size: int, device: torch.device) -> Callable[[int, int], ForwardBatch]:
-    """Return a function of `start` and `stop` that builds a batch of these tokens of every sequence.
+    """Return a function that builds a batch with the tokens `start` to `stop` of every sequence.
 
     The page numbers of the sequences are shuffled.
 
@@ -322,7 +322,7 @@ SCHEMES = (
     _scheme("fp8", None, "fp8"),
     _scheme("nvfp4", 16),
 )
-"""Number types whose products are compared."""
+"""Number types of the linears whose products are compared."""
 
 CASES: dict[str, dict[str, Case]] = {
     "ops": {"norms and gates": _operations},

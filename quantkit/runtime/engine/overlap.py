@@ -61,7 +61,7 @@ class Overlap:
         self.num_followed = 0
 
     def launch(self, work: Work) -> bool:
-        """Launch a scheduled step if it qualifies; return whether it did."""
+        """Launch a scheduled step without reading its tokens, if this is possible; return whether it was launched."""
         assert self._in_flight is None, "a step is in flight"
         if not work or not all(sequence.is_decoding and count == 1 for sequence, count in work):
             return False
@@ -90,7 +90,7 @@ class Overlap:
         return step
 
     def forget(self) -> None:
-        """Drop the step in flight."""
+        """Drop the step in flight; its tokens are never read."""
         self._in_flight = None
 
     def _follow(self, step: InFlightStep, alive: Container[int]) -> InFlightStep | None:

@@ -1,11 +1,11 @@
 """Execution of scheduled steps: as a captured CUDA graph or one native call if possible, otherwise kernel by kernel.
 
-`decode_program` has the native call for CPUs; the rest here is about graphs. There is one graph for each pair of batch
+`decode_program` makes the native call on CPUs; this module makes the graphs. There is one graph for each pair of batch
 size and pages per sequence, captured at first use. A decode step of a large model has several hundred kernels of a few
 microseconds each, more than the host can launch in time; a graph is a single launch. The host writes all inputs of a
 step into one buffer and copies it to a fixed device address, so captured launches stay valid. Batches are padded to the
 next size with empty sequences: kernels skip them, and their slots of -1 store nothing. Batches with prompts or drafts
-run kernel by kernel. `model` defines what a step computes.
+run kernel by kernel. `NativeModel.compute` defines what a step computes.
 """
 
 import os
@@ -30,7 +30,7 @@ from quantkit.runtime.model.model import Model, NativeModel
 
 
 class Runner:
-    """A model, its cache, and the input buffers of its batches.
+    """Computes the steps of a model on its cache.
 
     On a CUDA device, decode steps are captured as graphs where possible; `QUANTKIT_CUDA_GRAPHS=0` disables this, and
     `QUANTKIT_CUDA_GRAPHS=experts` also captures mixtures of experts. On a CPU, decode steps run as one native call
@@ -38,7 +38,7 @@ class Runner:
 
     Args:
         model: model to run.
-        cache: KV cache; None if the model keeps its own.
+        cache: KV cache; None if the model keeps its own keys and values.
         config: settings of the engine.
         max_pages: maximum number of pages of one sequence.
         max_length: maximum number of tokens of one sequence; None = as many as `max_pages` hold.
@@ -168,7 +168,7 @@ def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
 
 
 class DecodeGraphs:
-    """CUDA graphs of a model and its cache.
+    """Runs decode steps of a model as CUDA graphs, which it captures at first use.
 
     Args:
         model: model to run.
@@ -181,7 +181,7 @@ class DecodeGraphs:
         capture: takes a function that runs a step, and returns a function that repeats this step; None = capture a CUDA
             graph.
     Attributes:
-        hidden: hidden states of the last step, followed by rows of filler; see `NativeModel.compute`.
+        hidden: hidden states of the last step, followed by unused rows; see `NativeModel.compute`.
     """
 
     def __init__(

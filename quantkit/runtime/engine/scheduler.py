@@ -1,8 +1,8 @@
 """Choice of the sequences in each step, and of the number of tokens that each computes; uses no tensors and no clock.
 
 Prefill and decode share a step, which has one token budget. Each decoding sequence takes one token plus its drafts. The
-rest of the budget goes to prompts in chunks, oldest first. No prompt gets the whole rest while other prompts wait for
-their first token.
+remaining budget goes to prompts in chunks, oldest first. While other prompts wait for their first token, no prompt gets
+all of it.
 
 Memory: sequences start in order of arrival, so running ones are older than waiting ones. When pages run out, the
 scheduler preempts the youngest sequence and recomputes it later (the prefix cache keeps its full pages until they are
@@ -11,7 +11,7 @@ one to preempt keeps its pages and waits for a later step.
 
 Requests that only score their prompt are scheduled like others, with two exceptions, because no client waits for their
 first token. They use the remaining budget one after another instead of sharing it. If a request's prefix is being
-computed for another request, later requests may overtake it until it can share the prefix.
+computed for another request, the request waits until it can share the prefix, and later requests may overtake it.
 """
 
 from bisect import insort
@@ -68,7 +68,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, finished or not; its pages are free at once."""
+        """Remove a sequence, finished or not, from the queues, and free its pages at once."""
         for queue in (self.waiting, self.running):
             if sequence in queue:  # in neither if an interrupt came while it changed queues
                 queue.remove(sequence)

@@ -36,7 +36,7 @@ class ScoringInput:
     texts: list[tuple[int, ScoredText]] = field(default_factory=list)
 
     def params(self, chunk_size: int | None) -> SamplingParams:
-        """Return parameters of a request that scores all tokens from the first that any text scores.
+        """Return the parameters of a request that scores every token that any of the texts scores.
 
         The last token of each text is scored as a continuation.
         """
@@ -57,7 +57,7 @@ class ScoringInput:
 
 
 def scoring_inputs(texts: Many[ScoredText]) -> list[ScoringInput]:
-    """Return the inputs to compute: texts that differ only in their last token share one.
+    """Return the inputs to compute: texts that differ only in their last token share one input.
 
     Inputs with a common prefix are adjacent.
 

@@ -1,5 +1,5 @@
-"""Speculative decoding: propose draft tokens, verify them in one forward pass, keep those that the model chooses
-itself.
+"""Speculative decoding: propose draft tokens, verify them in one forward pass, keep those that the model itself
+chooses.
 
 Acceptance is exact, for greedy decoding and for sampling. At every position, the target model's token is chosen as it
 would be without drafts (see `sampling`: the draw depends only on seed and position). Drafts are kept as long as they
@@ -8,9 +8,9 @@ speculative sampling (Leviathan et al. 2023) with common random numbers for draf
 ones. A draft drawn with the same variates is accepted with probability at least (1 - d) / (1 + d), where d is the total
 variation distance (Daliri et al. 2025, Coupling without Communication and Drafter-Invariant Speculative Decoding).
 
-This needs logits that do not depend on how many tokens a step computes. The C kernels give the same bits either way.
-Elsewhere, rounding may decide a near tie differently. With a quantized KV cache the output may differ anywhere, because
-tokens of one step see each other unquantized.
+Exactness needs logits that do not depend on how many tokens a step computes. The C kernels give the same bits either
+way. With other kernels, rounding may decide a near tie differently. With a quantized KV cache the output may differ
+anywhere, because tokens of one step see each other unquantized.
 
 `SpeculationController` uses measured step times to choose the number of drafts. Verifying k drafts takes no extra time
 while a step is bound by reading weights. It takes extra time once the step is bound by arithmetic: with large batches,
@@ -46,7 +46,7 @@ _PERIOD, _LONGEST_PERIOD = 64, 256
 
 @dataclass(slots=True)
 class _Record:
-    """Measurements of batches of similar size."""
+    """Times of steps with and without drafts, for batches of similar size."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     # Seconds, share of the sequences that had drafts, and drafts per sequence that had any.
@@ -92,7 +92,7 @@ class SpeculationController:
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
-        """Share of the first, second, ... drafts of a step's sequences that were accepted, as far as there were any."""
+        """Share of accepted drafts among all drafts that were first, second, ... in a sequence's drafts of a step."""
         pairs = zip(self.accepted_at, self.drafted_at, strict=True)
         return tuple(accepted / drafted for accepted, drafted in pairs if drafted)
 
@@ -127,7 +127,7 @@ class SpeculationController:
         return best if record.without <= 0 else 0
 
     def accepted(self, num_drafted: int, num_accepted: int) -> None:
-        """Record how many drafts of one sequence were accepted."""
+        """Record how many of one sequence's drafts in a step were accepted."""
         for number in range(num_drafted):
             self.drafted_at[number] += 1
             self.accepted_at[number] += number < num_accepted
@@ -191,8 +191,8 @@ class Proposer(ABC):
 
         Args:
             chunks: chunks of the step.
-            following: for each chunk, the token that follows each of its certain tokens. Rejected drafts, which come
-                last in a chunk, have none.
+            following: for each chunk, the tokens that follow the chunk's tokens. Rejected drafts, which come last in a
+                chunk, have none.
         """
 
     @abstractmethod
@@ -201,11 +201,11 @@ class Proposer(ABC):
 
     @abstractmethod
     def forget(self, sequence_id: int) -> None:
-        """Drop the state of a sequence; do nothing if the id is unknown."""
+        """Drop what the proposer stores for a sequence; do nothing if the id is unknown."""
 
     @abstractmethod
     def check_integrity(self, alive: set[int]) -> None:
-        """Raise AssertionError if state is lost, or kept for a sequence that is not alive."""
+        """Raise AssertionError if data of a sequence is lost, or is stored for a sequence that is not in `alive`."""
 
 
 def num_useful(sequence: Sequence, count: int) -> int:
@@ -287,12 +287,12 @@ class _Ngrams:
 
 @dataclass(slots=True)
 class _Unread:
-    """Positions of a sequence that the head has not read.
+    """Positions of a sequence that the MTP head has not read.
 
     Args:
         start: first of these positions.
-        following: tokens that follow the positions.
-        hidden: hidden states of the model at the positions, in parts (rows, H).
+        following: the token after each of these positions.
+        hidden: hidden states of the model at these positions, as a list of tensors (rows, H), one per step.
     """
 
     start: int
@@ -389,5 +389,5 @@ class MTPProposer(Proposer):
 
 
 def _next_chunk(sequence: Sequence) -> ScheduledChunk:
-    """Return the chunk in which the head reads a sequence's last draft, after the head's previous position."""
+    """Return the chunk with which the head reads a sequence's last draft, at the position after its previous one."""
     return ScheduledChunk(sequence, sequence.drafts[-1:], sequence.num_computed + len(sequence.drafts) - 1, 0)

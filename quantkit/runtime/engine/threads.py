@@ -46,7 +46,7 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
         requested: number to use; None = measure, for at most about 0.15 s, or 0.4 s without decoding.
         decodes: whether single tokens are decoded; False = only prompts are computed.
     Raises:
-        InputError: the requested number is below 1 or above OpenMP's limit.
+        InputError: the requested number is below 1 or above `MAX_THREADS`.
     """
     if requested is not None:
         if requested < 1:
@@ -54,7 +54,7 @@ def choose_threads(requested: int | None = None, *, decodes: bool = True) -> Thr
                 f"threads is {requested}; give a positive number, or leave threads out to measure the best number"
             )
         if requested > MAX_THREADS:
-            raise InputError(f"threads is {requested}, but this machine allows at most {MAX_THREADS}; give fewer")
+            raise InputError(f"threads is {requested}, above the limit of {MAX_THREADS} on this machine; give fewer")
         return ThreadChoice(requested if _has_pool else 1, "as requested")
     limit = thread_limit()
     if limit == 1:
@@ -95,7 +95,7 @@ def thread_limit() -> int:
 
 
 def thread_counts(limit: int) -> tuple[int, ...]:
-    """Return the powers of two up to the limit, and the limit itself."""
+    """Return the numbers of threads to try: the powers of two up to the limit, and the limit itself."""
     powers = [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
     return tuple(sorted({*powers, limit}))
 
@@ -133,7 +133,7 @@ def _median_time(work: Callable[[], object], budget_s: float) -> float:
 
 
 def smallest_near_best(timings: dict[int, tuple[float, ...]]) -> ThreadChoice:
-    """Return the smallest number of threads within 10 % of the best time, with equal weights for all products.
+    """Return the smallest number of threads whose time is within 10 % of the best time; all products count equally.
 
     Args:
         timings: seconds of each product, keyed by number of threads in ascending order from one.

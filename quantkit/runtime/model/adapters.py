@@ -58,10 +58,10 @@ class Adapters:
         return tuple(notes)
 
     def check(self, name: str | None) -> None:
-        """Refuse an unknown adapter.
+        """Refuse the name of an adapter that is not loaded.
 
         Args:
-            name: name of the adapter; None = the base.
+            name: name of the adapter; None = the base model.
         Raises:
             RequestError: there is no adapter with this name.
         """
@@ -71,7 +71,7 @@ class Adapters:
             raise RequestError(f"adapter {name!r} is not loaded; {hint}")
 
     def select(self, batch: ForwardBatch) -> None:
-        """Set the rows of the next step."""
+        """Record which rows of the next step use which adapter."""
         self.num_rows = sum(batch.query_lengths)
         self.rows = {}
         if any(batch.adapters):
@@ -89,7 +89,7 @@ class Adapters:
         """Return a linear with the updates of all adapters; the linear itself if no adapter changes it.
 
         Args:
-            linear: linear of the base.
+            linear: linear of the base model.
             names, orders: see `Weights.linear`.
             sizes: number of outputs of each module.
             dtype, device: dtype and device of the computation.
@@ -108,10 +108,10 @@ class Adapters:
         return AdaptedLinear(linear, self, updates) if updates else linear
 
     def check_applied(self) -> None:
-        """Refuse an adapter that updates a linear that the model does not compute as a separate linear.
+        """Refuse an adapter if one of its updates was not applied: the model does not compute this linear separately.
 
         Raises:
-            ModelError: there is such an update.
+            ModelError: an update was not applied.
         """
         for adapter in self.by_name.values():
             if left := [name for name in adapter.updates if name not in self._applied]:
@@ -123,9 +123,10 @@ class Adapters:
 
 
 class AdaptedLinear(Linear):
-    """A linear of the base and its low-rank updates, each for the rows of the step that use its adapter.
+    """A linear of the base model with low-rank updates; an adapter's update changes only the rows that use the adapter.
 
-    It takes plain inputs even if the base's linear also takes quantized ones, because A multiplies unrounded inputs.
+    Its inputs are never quantized, even if the base model's linear accepts quantized inputs, because A needs unrounded
+    inputs.
 
     Args:
         base: the linear without adapters.
@@ -155,10 +156,10 @@ class AdaptedLinear(Linear):
 
 
 def _rows(names: Sequence[str | None], lengths: Sequence[int], device: torch.device) -> dict[str, slice | Tensor]:
-    """Return the rows of each adapter: a slice if they are neighbours, otherwise indices on the device.
+    """Return the rows of a step that use each adapter: a slice if they are contiguous, otherwise indices on the device.
 
     Args:
-        names: adapter of each sequence; None = the base.
+        names: adapter of each sequence; None = the base model.
         lengths: number of rows of each sequence.
         device: device of the step.
     """

@@ -17,7 +17,7 @@ from quantkit.numerics.scheme import KVScheme
 from quantkit.runtime.model.config import ModelConfig
 
 OTHERS = " and others"
-"""Follows the name of the commonest type of a cache whose layers differ."""
+"""Added to the name of the most common number type if the layers of a cache have several types."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class StoredCache:
         schemes: scheme of each layer according to config.json; None = config.json has none.
         scales: fixed scales of keys and of values of each layer; None for a layer without scales.
         note: why quantkit ignores settings or scales of the checkpoint; empty if it follows all of them.
-        latent: whether keys are also values.
+        latent: whether the model has latent attention, in which the values are a part of the keys.
     """
 
     schemes: tuple[KVScheme, ...] | None = None
@@ -100,7 +100,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
 
 
 def follows_checkpoint(path: str | Path) -> bool:
-    """Whether `auto` quantizes keys or values for this checkpoint; False if that cannot be determined."""
+    """Whether the KV type `auto` quantizes keys or values of this checkpoint; False if its settings cannot be read."""
     try:
         config = CheckpointReader(Path(path)).config
         schemes = read_cache_schemes(config, ConfigReader(config).count("num_hidden_layers", default=1))
@@ -112,9 +112,10 @@ def follows_checkpoint(path: str | Path) -> bool:
 def cache_type(layouts: Sequence[Layout], asked: str) -> str:
     """Return the short name of a cache's number type.
 
-    This is the name that the user gave. If that is `auto` and layers are quantized, this is the most common type of the
-    quantized layers: the value of `--kv-cache` with the same scheme, or else the number type of the keys (or of the
-    values, if the keys are unquantized). If the layers have several types, `OTHERS` follows.
+    If the user named a type other than `auto`, or no layer is quantized, this is the name that the user gave. Otherwise
+    it is the most common type of the quantized layers, followed by `OTHERS` if they have several types. The name of a
+    type is the value of `--kv-cache` with the same scheme. If there is no such value, it is the number type of the
+    keys, or of the values if the keys are unquantized.
 
     Args:
         layouts: layout of each layer.

@@ -124,7 +124,7 @@ class Indexer:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class CompressedAttention:
-    """Attention of one layer.
+    """DeepSeek-V4's attention of one layer over its cache.
 
     Args:
         layer: layer number in the cache.
@@ -136,9 +136,9 @@ class CompressedAttention:
         output: the second output projection.
         options: scale, window and sinks.
         eps: epsilon of each query's norm, which has no weight.
-        past: linear that computes the inputs of the entries, then those of the indexer's keys, from (T, H); None =
-            there are no entries.
-        compressors: compute the layer's entries, then the indexer's keys.
+        past: linear from (T, H) whose outputs are the inputs of the entries, then the inputs of the indexer's keys.
+            None = the layer has no entries.
+        compressors: the first computes the layer's entries, the second (if any) the indexer's keys.
         indexer: selects entries; None = queries read all entries.
     """
 
@@ -185,8 +185,14 @@ class CompressedAttention:
         return self.output(torch.bmm(out.transpose(0, 1), self.grouped.mT).transpose(0, 1).reshape(len(x), -1))
 
     def _entries(self, pool: EntryPool, row: Tensor, pages: Tensor, span: Span, fresh: Tensor) -> list[Tensor]:
-        """Return all entries of a sequence, including newly completed ones.
+        """Compute and store the entries that new tokens complete; return all entries of the sequence.
 
+        Args:
+            pool: cache of the layer.
+            row: row of the sequence in the cache.
+            pages: pages of the sequence.
+            span: position of the sequence in the batch.
+            fresh: outputs of `past` for the sequence's new tokens.
         Returns:
             Entries (E, D), then the indexer's keys (E, D) if there is an indexer.
         """

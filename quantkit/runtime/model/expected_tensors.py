@@ -33,7 +33,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def manifest_of(model: ModelDescription, head: MTPHead | None = None) -> tuple[dict[str, tuple[int, int]], Shapes]:
-    """Return the tensors that a checkpoint of a model must hold, as `model_tensors`, and those of an MTP head."""
+    """Return the shapes of the tensors that a checkpoint of a model must hold, in the form of `model_tensors`.
+
+    Args:
+        model: description of the model.
+        head: MTP head whose tensors are included; None = no MTP head.
+    """
     linears, others = model_tensors(model)
     if head is not None:
         own = head_tensors(model, head)
@@ -105,7 +110,8 @@ def local_names(reader: CheckpointReader, others: Collection[str] = ()) -> dict[
 
     Args:
         reader: reader of the checkpoint.
-        others: full names of tensors that do not belong to a linear but may lie beside one, such as a router's balance.
+        others: full names of tensors to leave out, because they do not belong to a linear although their names look
+            like it, such as a router's balance.
     """
     modules = by_module(name for name in reader.names if name not in others and not _IGNORED.fullmatch(name))
     return {module: set(names) for module, names in modules.items()}
@@ -120,7 +126,8 @@ def _check_quantized(reader: CheckpointReader, name: str, shape: tuple[int, int]
         stored = reader.info(f"{name}.weight").shape
     if stored != shape:
         raise CheckpointError(
-            f"{reader.path}: the quantized weight {name} has shape {stored}, but config.json says {shape}"
+            f"{reader.path}: the quantized weight {name} has shape {stored}, but config.json says {shape}; config.json "
+            "and weights belong to different models"
         )
 
 
@@ -132,7 +139,7 @@ def check_memory(reader: CheckpointReader, dtype: torch.dtype, device: torch.dev
         dtype: dtype that floats are converted to.
         device: target device.
     Raises:
-        ResourceError: the weights do not fit; the message gives both figures.
+        ResourceError: the weights do not fit; the message gives the bytes needed and the bytes available.
     """
     sizes = []
     for name in reader.names:

@@ -57,7 +57,7 @@ class Steps:
     keeps_rows: bool
 
     def advance(self, model: Any, tokens: Tensor, past: int, cache: Any, keep: Tensor) -> tuple[Tensor, Any]:
-        """Compute the tokens that follow the first `past` tokens.
+        """Compute the logits of tokens that follow the first `past` tokens of a sequence.
 
         Args:
             model: a transformers model.
@@ -115,9 +115,15 @@ def find_steps(model: Any) -> Steps:
 
 
 def _error(steps: Steps, model: Any, tokens: Tensor, whole: Tensor) -> float:
-    """Return the relative error of logits that are computed in two steps.
+    """Return the relative error of logits that are computed in two steps, compared with those of a single pass.
 
-    If the cache can be cropped, the second step first computes other tokens, which are then cropped.
+    If `steps.crops`, other tokens are computed before the second step and then cropped from the cache.
+
+    Args:
+        steps: the way to continue the sequence.
+        model: a loaded transformers model.
+        tokens: (T,) tokens of the sequence.
+        whole: (T, V) float32, logits of a single pass.
     """
     first = len(tokens) - 2
     keep = torch.arange(2, device=tokens.device)
@@ -140,7 +146,7 @@ _BUFFERS = re.compile(r"(.*\.)?(inv_freq|(attn|attention)\.(masked_)?bias)")
 
 
 class TransformersModel(Model):
-    """A transformers model.
+    """A model that transformers computes, with the runtime's interface.
 
     Args:
         model: a loaded transformers model in evaluation mode.
@@ -264,11 +270,10 @@ def load_with_transformers(
 
 
 def _check_report(reader: CheckpointReader, report: Mapping[str, Any]) -> None:
-    """Refuse tensors that are missing, have the wrong shape or are unused.
+    """Refuse a checkpoint with missing, unused or wrongly shaped tensors.
 
-    transformers tolerates them, and initialises missing tensors randomly.
-
-    Tensors that transformers declares ignorable (e.g. speculation layers) do not appear in the report.
+    transformers only reports such tensors, and initialises missing ones randomly. The report does not contain tensors
+    that transformers declares ignorable, such as speculation layers.
     """
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(

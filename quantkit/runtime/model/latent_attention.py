@@ -56,7 +56,7 @@ class LatentAttention:
         return self.qkv, *([] if self.query_up is None else [self.query_up]), self.output
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
-        """See `Attention`."""
+        """Compute the attention of the new tokens, and store their keys; see `Attention`."""
         sizes, joint = self.sizes, self.qkv(x)
         query, latent, rotary = joint.tensor_split((-sizes.rank - sizes.rope_dim, -sizes.rope_dim), dim=1)
         if self.query_norm is not None and self.query_up is not None:

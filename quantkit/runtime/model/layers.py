@@ -77,7 +77,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_for(norm: Norm | None, readers: Sequence[object]) -> Norm | None:
-    """Return the norm, or a variant that quantizes its output in the same launch if all readers quantize it alike.
+    """Return the norm. If all readers quantize their input in the same way, return a norm that quantizes its output.
 
     Args:
         norm: the norm; None = no norm.
@@ -313,9 +313,9 @@ class Block:
     A layer returns its last addition to the stream separately, so that the next norm can add it in the same launch.
 
     Args:
-        attention, mlp: the two halves; the MLP may be experts. None = the layer consists of the other half only.
+        attention, mlp: the two halves; the MLP may be a mixture of experts. None = the layer has only the other half.
         input_norm, attention_norm, mlp_norm, output_norm: see `models.family.Parts`.
-        parallel: whether both halves read the same stream.
+        parallel: whether both halves read the residual stream at the layer's input; False = the MLP follows attention.
         scale: factor on additions to the stream.
         rope: index of the model's rotary embedding; None = no positions.
     """
@@ -347,7 +347,7 @@ class Block:
             pending: (T, H), still to be added to x; None before the first layer.
             batch, cache, angles: see `Attention`.
         Returns:
-            x and pending for the next layer.
+            x and pending, to pass to the next layer.
         """
         entered, x = add_and_norm(self.input_norm, x, pending)
         if self.attention is None or self.mlp is None:

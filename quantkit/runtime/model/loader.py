@@ -143,7 +143,7 @@ def _merged(path: Path, adapter: Path | str, family: Family) -> CheckpointReader
 
 
 def _check_transformers(reader: CheckpointReader, head_dtype: str | None, adapters: Sequence[str]) -> None:
-    """Refuse what quantkit cannot do if transformers runs the model."""
+    """Refuse GGUF files, `head_dtype` and adapters, which quantkit does not support if transformers runs the model."""
     if is_gguf(reader.path):
         raise ModelError(
             f"{reader.path}: quantkit does not run GGUF files through transformers; run `quantkit convert --to dense` "
@@ -220,7 +220,7 @@ def load_native(
 
 
 def build_parts(weights: Weights) -> tuple[Tensor, dict[str, Any]]:
-    """Return the embedding table (V, H), and the parts of a `NativeModel` between it and the head by field name."""
+    """Return the embedding table (V, H), and the parts of a `NativeModel` from there to the head, keyed by field."""
     config = weights.config
     # Each distinct rotary embedding once, in order: layers with equal embeddings share a table of angles.
     ropes = list(dict.fromkeys(filter(None, config.ropes)))
@@ -369,7 +369,7 @@ def _build_head(weights: Weights, table: Tensor, head_dtype: str | None) -> Line
 
 
 def head_scheme(dtype: str, width: int) -> WeightScheme:
-    """Return the scheme of a quantized output head that has `width` input features."""
+    """Return the quantization scheme for an output head with `width` input features; `dtype` is int8 or int4."""
     # The widest group that divides the width has the fewest scales; if none does, each output has a single scale.
     group = None if dtype == "int8" else next((size for size in (128, 64, 32) if width % size == 0), None)
     return WeightScheme(dtype=find_dtype(dtype), group_size=group)

@@ -40,7 +40,7 @@ class Model(ABC):
         num_bytes: bytes of all weights.
         dtype: dtype of the computation.
         device: device of the model.
-        notes: decisions at load that users should know.
+        notes: decisions at load that users should know about.
         adapters: adapters that requests can choose.
     Attributes:
         paged: whether the engine's `KVCache` holds keys and values. False = the model keeps its own state per sequence
@@ -77,7 +77,7 @@ class Model(ABC):
         """Compute one step; return the logits (R, V) float32 of the rows `batch.logit_rows`."""
 
     def forget(self, sequence_id: int) -> None:  # noqa: B027 - most models have nothing to drop
-        """Drop the state of a sequence; do nothing if the id is unknown or the model is paged."""
+        """Drop the data that the model keeps for a sequence; do nothing if the id is unknown or the model is paged."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -176,7 +176,9 @@ class NativeModel(Model):
     def embed(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the embeddings (T, H) of tokens (T,), in the model's dtype and scaled.
 
-        `look_up` returns rows of a table other than the model's.
+        Args:
+            token_ids: (T,).
+            look_up: returns rows of a different embedding table; None = use the model's table.
         """
         x = (look_up or self.embedding)(token_ids).to(self.dtype)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
@@ -187,7 +189,7 @@ class NativeModel(Model):
             table.reserve(length)
 
     def why_not_capturable(self, max_length: int) -> str | None:
-        """Return why a decode step cannot be captured as a CUDA graph; None if it can.
+        """Return why a decode step cannot be captured as a CUDA graph, in words for users; None if it can.
 
         Args:
             max_length: maximum number of tokens of one sequence.
@@ -215,7 +217,7 @@ class NativeModel(Model):
         return torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
 
     def scaled_logits(self, scores: Tensor) -> Tensor:
-        """Return the logits (R, V) float32 for the head's outputs, with the model's factor and softcap."""
+        """Return logits (R, V) float32: the head's outputs (R, V) with the model's factor and softcap applied."""
         logits, softcap = scores.float(), self.config.logits_softcap
         if self.config.logits_scale != 1.0:
             logits = logits * self.config.logits_scale

@@ -30,7 +30,7 @@ class DraftHead:
     """Computes the hidden states of drafts from the model's hidden states and the next tokens.
 
     Args:
-        description: names and order of the computations.
+        description: names of the head's modules, and the order of its computations.
         embedding: looks up token ids (T,) in the head's own table; None = it uses the model's table.
         embedding_norm, hidden_norm: norms of the two inputs.
         projection: linear (T, 2 H) -> (T, H).
@@ -116,9 +116,15 @@ def build_draft_head(weights: Weights, head: MTPHead, ropes: Sequence[RopeConfig
 
 
 def _unless_copy(weights: Weights, name: str | None, other: str) -> str | None:
-    """Return the name of a head's own module; None if it has none, or if its stored weight equals that of `other`.
+    """Return `name`, or None if the weight of this module equals that of the model's module `other`.
 
-    Published checkpoints have copies of the model's embedding and output projection, which need not be kept twice.
+    Published checkpoints store copies of the model's embedding and output projection for the head. Memory needs only
+    one of them.
+
+    Args:
+        weights: reads the weights.
+        name: module of the MTP head; None = the head has no such module.
+        other: module of the model.
     """
     reader, own, shared = weights.reader, f"{name}.weight", f"{other}.weight"
     if name is None or own not in reader or shared not in reader or reader.info(own).dtype != reader.info(shared).dtype:

@@ -25,8 +25,8 @@ class RecurrentMixer:
     Args:
         kind: update rule of the state.
         layer: layer number in the cache.
-        qkv: linear whose outputs are queries, keys and values (T, C), the gate (T, H P), and one number per head (T, H)
-            or, for "gated_delta", two (T, 2 H); its inputs are (T, hidden).
+        qkv: linear (T, hidden) -> (T, C + H P + H). Its outputs are queries, keys and values (C channels), the gate
+            (H P channels), and one number per head; for "gated_delta", there are two numbers per head (2 H).
         output: output projection, (T, H P) -> (T, hidden).
         shape: shape of the layer's state.
         conv: (W, C) float32, weight of the convolution.
@@ -59,7 +59,7 @@ class RecurrentMixer:
         return self.qkv, self.output
 
     def __call__(self, x: Tensor, batch: ForwardBatch, cache: KVCache, angles: Angles | None) -> Tensor:
-        """Mix tokens; see `Attention`."""
+        """Compute the layer's outputs for the new tokens, and store the new states; see `Attention`."""
         shape, pool = self.shape, cache.states[self.layer]
         projected = self.qkv(x)
         rest = projected.shape[1] - shape.channels - shape.values
@@ -75,12 +75,16 @@ class RecurrentMixer:
         return self.output(self._gated_norm(torch.cat(outputs), gate.float()).to(projected.dtype))
 
     def _mix(self, channels: Tensor, numbers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs (B, n, H, P) and the new state.
+        """Update the states with n new tokens of each sequence, and read the outputs from the states.
 
         Args:
-            channels: (B, n, C), convolved queries, keys and values.
-            numbers: (B, n, H) or (B, n, 2 H), the numbers of each head.
-            state: state before these tokens.
+            channels: (B, n, C), queries, keys and values after the convolution.
+            numbers: outputs of `qkv` that control the update, before bias and activation. For "mamba2", (B, n, H): one
+                step size per head. For "gated_delta", (B, n, 2 H): one rate per head, then one step size per head. The
+                step sizes also determine the decay.
+            state: (B, H, N, P), states before the new tokens.
+        Returns:
+            Outputs (B, n, H, P) before the norm and the gate, and the states (B, H, N, P) after the new tokens.
         """
         shape = self.shape
         width = shape.key_heads * shape.key_dim
@@ -96,7 +100,10 @@ class RecurrentMixer:
         return output if self.skip is None else output + value * self.skip.unsqueeze(-1), state
 
     def _gated_norm(self, output: Tensor, gate: Tensor) -> Tensor:
-        """Return (T, H P) for outputs (T, H, P) and gates (T, H P); Mamba applies the gate before the norm."""
+        """Apply the norm and the gates (T, H P) to outputs (T, H, P); return (T, H P).
+
+        Mamba applies the gates before the norm, gated delta nets after the norm.
+        """
         opened, flat = F.silu(gate), output.flatten(1)
         flat = flat if self.kind == "gated_delta" else flat * opened
         grouped = flat.view(len(flat), -1, self.norm.shape[-1])
@@ -110,10 +117,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def stored_rows(data: Recurrent, shape: StateShape) -> dict[str, Tensor]:
-    """Return indices that put the rows of a module in the order needed, keyed by module name.
+    """Return indices that put the rows of stored weights in the order that `RecurrentMixer` needs, keyed by module.
 
-    Modules that are stored in this order are left out. The order needed is: queries, keys, values, then the gate, then
-    the numbers of all heads.
+    This order is: queries, keys, values, then the gate, then the numbers of all heads. Modules that are stored in this
+    order are left out.
     """
     keys, values, heads = shape.key_heads * shape.key_dim, shape.values, shape.value_heads
     if data.kind == "mamba2":  # gate, values, keys (B), queries (C), numbers

@@ -22,7 +22,7 @@ class _Mixing:
 
     Args:
         weight: (N, n H) float32, projection to N numbers.
-        bias: (N,) float32, added to the numbers.
+        bias: (N,) float32, added to the scaled numbers.
         scale: float32, one factor for each kind of number.
         eps: epsilon of the norm.
         floor: added to values that must not be zero.
@@ -58,9 +58,11 @@ class StreamMixture(_Mixing):
     rounds: int
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the half's input (T, H), the weights (T, n) of its output in each stream, and the mixed streams.
+        """Return what one half of the layer needs to read and update the streams.
 
-        The mixed streams (T, n, H) are what the weighted output is then added to.
+        Returns:
+            The input (T, H) of the half; the weights (T, n) of its output in each stream; and the mixed streams
+            (T, n, H), to which the weighted output is added.
         """
         count = streams.shape[1]
         weights = self.numbers(streams)

@@ -46,10 +46,10 @@ def frequencies(rope: RopeConfig, length: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Keep high frequencies, divide low ones by the factor, and blend both for those in between."""
+    """Keep high frequencies, divide low frequencies by the factor, and blend the two results in between."""
 
     def channel(rotations: float) -> float:
-        """Return the pair of channels that makes this many rotations within the original length."""
+        """Return which pair of channels makes this many rotations within the original length, as a fractional index."""
         waves = math.log(rope.original_length / (rotations * 2 * math.pi))
         return rope.width * waves / (2 * math.log(rope.theta))
 
@@ -73,7 +73,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def query_growth(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Return the factors (T,) float32 on queries at these positions (T,).
+    """Return the factors (T,) float32 by which queries at these positions (T,) are multiplied.
 
     Source: Llama 4, temperature tuning of attention; Nakanishi 2025, Scalable-Softmax.
     """
@@ -81,7 +81,7 @@ def query_growth(rope: RopeConfig, positions: Tensor) -> Tensor:
 
 
 class RopeTable:
-    """Cosines and sines by position, computed as far as needed.
+    """Table of cosines and sines by position. *Mutable*: it grows when a sequence is longer than the table.
 
     Args:
         rope: the rotary embedding.

@@ -83,13 +83,13 @@ class Weights:
         self.stored_bytes += num_bytes if read is None else read
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a tensor that is never quantized, in the model's dtype unless another is given."""
+        """Read a tensor that is never quantized, and convert it to `dtype` or else to the model's dtype."""
         value = self.reader.tensor(name).to(self.device, dtype or self.dtype)
         self.num_bytes += value.nbytes
         return value
 
     def norm(self, *names: str, eps: float | None = None) -> Norm:
-        """Build a norm from the module with this full name, or from one module per head if there are several names."""
+        """Build a norm from one module, or from one module per head if several full module names are given."""
         eps = self.config.norm_eps if eps is None else eps
         if self.config.family.norm == "bare":
             return LayerNorm(None, None, eps)
@@ -110,7 +110,7 @@ class Weights:
             names: full module names.
             orders: indices (N,) that put the rows of a module in the order needed, keyed by full module name; only for
                 modules that are stored in a different order.
-            read_share: share of the weight that a decode step reads, for experts.
+            read_share: share of the weight that a decode step reads; below 1 only for experts.
         """
         stored = [self._read(name) for name in names]
         weights, schemes = [weight for weight, _ in stored], [activation for _, activation in stored]

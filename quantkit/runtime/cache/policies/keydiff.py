@@ -1,4 +1,4 @@
-"""Keep tokens whose keys point in a different direction from most others. Source: Park et al. 2025, KeyDiff: Key
+"""Keep tokens whose keys point in a different direction from most keys. Source: Park et al. 2025, KeyDiff: Key
 Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments."""
 
 from torch import Tensor
