@@ -120,7 +120,7 @@ class EngineConfig:
             parse_budget(self.kv_budget)  # refuses a value that is neither tokens nor a share
             policies.REGISTRY.find(self.kv_policy or policies.DEFAULT)  # refuses an unknown name
         elif self.kv_policy is not None:
-            raise RequestError(f"kv_policy {self.kv_policy!r} needs a kv_budget; give a kv_budget, or no kv_policy")
+            raise RequestError(f"kv_policy {self.kv_policy!r} needs a kv_budget; give one, or leave kv_policy out")
         if self.max_length is not None and self.num_pages is not None and self.kv_budget is None:
             held, pages = self.num_pages * self.page_size, self.pages_for(self.max_length)
             if pages > self.num_pages:

@@ -44,7 +44,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class Detokenizer:
-    """Incremental decoding of one sequence.
+    """Converts the tokens of one sequence to text, one token after another.
 
     Args:
         text_of: converts ids to text, see `decoder`.
@@ -127,7 +127,7 @@ class StopFinder:
 
 
 class TextStream:
-    """Text of one request: a detokenizer followed by a stop finder.
+    """Converts the tokens of one request to text, which ends before the first stop text.
 
     Args:
         text_of: converts ids to text.

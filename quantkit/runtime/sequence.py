@@ -143,8 +143,7 @@ class Sequence(PageHolder):
 
     @property
     def num_needed(self) -> int:
-        """Number of tokens that the pages must hold to compute all known tokens, plus a new one if the limit allows it.
-        """
+        """Number of tokens that the pages must hold: all known tokens, plus one new token if the limit allows it."""
         return min(len(self.ids) + 1, self.limit)
 
     @property

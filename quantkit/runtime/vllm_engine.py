@@ -49,8 +49,8 @@ class TopLogprobs:
     """The likeliest tokens after every token of a window, best first.
 
     Args:
-        tokens: (T, k) int64.
-        logprobs: (T, k) float64, natural.
+        tokens: (T, k) int64, the k likeliest tokens after each of T tokens.
+        logprobs: (T, k) float64, natural logarithms of their probabilities.
     """
 
     tokens: Tensor
@@ -90,7 +90,7 @@ class VllmLLM(Prompts, contextlib.AbstractContextManager["VllmLLM"]):
 
     @property
     def engine(self) -> VllmLLM:
-        """The engine, with `add` and `step`."""
+        """This object, which has the methods `add` and `step` of an engine."""
         return self
 
     @property

@@ -102,7 +102,7 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def close(self) -> None:
-        """Accept no more work for the threads."""
+        """Drop queued work, and end both threads once their current work is done."""
         for worker in (self._worker, self._trials):
             worker.shutdown(wait=False, cancel_futures=True)
 

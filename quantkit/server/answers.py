@@ -73,7 +73,7 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def around(self, choices: list[Json], **further: Any) -> Json:
-        """Return an answer that consists of these fields, the given choices and any further fields."""
+        """Return an answer with the fields of this head, the given choices and any further fields."""
         own = {"id": f"{self.prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
         return {**own, "choices": choices, **further}
 
@@ -100,7 +100,7 @@ def usage(completions: Mapping[int, Completion], num_samples: int, new_tokens: i
 
 
 def counts(prompt_tokens: int, new_tokens: int) -> Json:
-    """Return the token counts of a request so far."""
+    """Return the token counts of a request so far, in OpenAI's format."""
     total = prompt_tokens + new_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
@@ -193,7 +193,7 @@ class Shape(Protocol):
         """Return a choice with what one step added to the answer of this index; None if there is nothing to send."""
 
     def whole(self, index: int, completion: Completion) -> Json:
-        """Return the choice of a finished answer."""
+        """Return the choice that contains a finished answer as a whole."""
 
 
 class TextShape:

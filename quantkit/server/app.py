@@ -69,7 +69,7 @@ class Server:
         max_prompt: maximum number of prompt tokens; None = as many as the engine can hold.
         key: API key that clients must send; None = no key is needed.
         log: called with one line per request; None = requests are not logged.
-        origins: web origins allowed besides the server's own; "*" = all.
+        origins: web origins that are allowed in addition to the server's own origin; "*" = all.
         hosts: names of this server accepted in the `Host` header; None = any.
         is_ending: whether the server is shutting down and refuses requests.
         created: time that clients see as the model's creation time, in seconds since 1970.
@@ -93,7 +93,7 @@ class Server:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Text of the model's tokens.
+        """Converts the model's tokens to text.
 
         Raises:
             RequestError: the model has no tokenizer.
@@ -263,7 +263,8 @@ class Server:
         async with self._opened(request, DetokenizeRequest) as (ask, run):
             size, most = self.bridge.engine.model.vocab_size, max(_SHOWN_TOKENS, self.bridge.engine.capacity)
             if len(ask.tokens) > most:
-                raise Refused(f"tokens holds {len(ask.tokens)} tokens; this server accepts at most {most}", "tokens")
+                text = f"tokens holds {len(ask.tokens)} tokens; this server accepts at most {most}, so send fewer"
+                raise Refused(text, "tokens")
             if wrong := [token for token in ask.tokens if not 0 <= token < size]:
                 raise Refused(f"tokens holds {wrong[0]}; the model's token ids are 0 to {size - 1}", "tokens")
             return JSONResponse({"prompt": await run(partial(self.vocabulary.text, ask.tokens))})
@@ -281,7 +282,7 @@ class Server:
         """Yield the checked request, see `Bodies.opened`.
 
         Raises:
-            RequestError: the request is invalid or names another model, or the model is not loaded.
+            RequestError: the request is invalid or names a model that is not served, or the model is not loaded yet.
         """
         self._check_ready()
         most_ids = self.bridge.most_open * self.bridge.engine.capacity
@@ -330,7 +331,8 @@ class Server:
 
     def _bounded(self, ids: list[int]) -> list[int]:
         if self.max_prompt is not None and len(ids) > self.max_prompt:
-            raise Refused(f"the prompt has {len(ids)} tokens; this server accepts at most {self.max_prompt}", "prompt")
+            text = f"the prompt has {len(ids)} tokens; this server accepts at most {self.max_prompt}, so shorten it"
+            raise Refused(text, "prompt")
         return ids
 
     async def _refuse(self, request: Request, problem: Exception) -> Response:

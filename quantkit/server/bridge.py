@@ -80,7 +80,7 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """An answer that the engine shall compute.
+    """An answer for the engine to compute.
 
     Args:
         mailbox: mailbox for the outputs of the answer.
@@ -98,11 +98,11 @@ class Addition:
 
 
 class Bridge:
-    """The computing thread and its queue. *Mutable*.
+    """The thread that loads and runs the model, and the queue of its work. *Mutable*.
 
     Args:
         llm: model; must not be loaded yet, because the computing thread must load it.
-        max_waiting: maximum number of requests that may wait besides the running ones.
+        max_waiting: maximum number of requests that may wait while others run.
         say: called with each line for the operator.
     Attributes:
         failure: exception that ended the thread, for instance because the model cannot be loaded; None = no exception.
@@ -138,7 +138,7 @@ class Bridge:
 
     @property
     def engine(self) -> Engine:
-        """The engine; only once the model is loaded."""
+        """The engine; it exists only after the model is loaded."""
         assert self._engine is not None, "the engine was requested before the model was loaded"
         return self._engine
 
@@ -216,7 +216,7 @@ class Bridge:
         return number
 
     def cancel(self, mailbox: Mailbox) -> None:
-        """Cancel the rest of an HTTP request; its pages are free before the next step."""
+        """Cancel the unfinished answers of an HTTP request; their pages are free before the next step."""
         if not mailbox.num_open:
             return
         self._count_ended(mailbox.num_open)

@@ -37,7 +37,7 @@ class Remote:
         self._key = key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
 
     async def __aenter__(self) -> "Remote":
-        """Connect.
+        """Connect, and choose the server's first model if no model is given.
 
         Raises:
             InputError: no server answers at the URL, or the server offers no model.

@@ -217,7 +217,7 @@ class ChatRequest(Sampling):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template, besides the messages."""
+        """Return the variables of the chat template, without the messages."""
         return {**self.chat_template_kwargs, **({"tools": self.tools} if self.tools else {})}
 
 

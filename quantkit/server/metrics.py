@@ -65,7 +65,7 @@ class _EngineFigures:
         self._bridge = bridge
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: otherwise the registry would ask for figures of a model that is not loaded."""
+        """Return no metrics: otherwise the registry would ask for the figures before the model is loaded."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

@@ -33,8 +33,8 @@ class Connection(H11Protocol):
     """A connection that is closed if its client is slow to send headers. *Mutable*.
 
     Args:
-        most: maximum number of connections of the server. A connection beyond this number closes the one that has
-            waited longest for a request, or itself if no connection is waiting.
+        most: maximum number of connections of the server. A new connection beyond this number closes the connection
+            that has waited longest for a request, or itself if no connection is waiting.
         waiting: connections waiting for a request, longest wait first. *Mutable*, shared by all connections.
         arguments: arguments of uvicorn.
     """

@@ -29,7 +29,7 @@ OnEnd = Callable[[Completion], None]
 
 @contextlib.asynccontextmanager
 async def _watched(receive: Receive, bridge: Bridge, mailbox: Mailbox) -> AsyncIterator[None]:
-    """Close the mailbox if the client disconnects during the block; after the block, cancel the rest of the request."""
+    """Close the mailbox if the client disconnects during the block; after the block, cancel unfinished answers."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

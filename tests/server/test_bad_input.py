@@ -125,7 +125,7 @@ TABLE = {
     ),
     "log-probabilities without being asked": (*chat(top_logprobs=2), 400, "top_logprobs", "without logprobs"),
     "two numbers of tokens": (*chat(max_completion_tokens=2), 400, "max_tokens", "one of them"),
-    "a call of no tool": (*chat(tool_choice="required"), 400, "tool_choice", "without tools"),
+    "a call of no tool": (*chat(tool_choice="required"), 400, "tool_choice", "has no tools"),
     "a choice that nobody knows": (*chat(tools=[TOOL], tool_choice="any"), 400, "tool_choice", "'required'"),
     "a function that is no tool": (
         *chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice",
@@ -155,7 +155,9 @@ TABLE = {
     ),
     "a role that the template refuses": (*chat(messages=[{"role": "judge"}]), 400, None, "no judge here"),
     "a form that is unknown": (*chat(response_format={"type": "xml"}), 400, "response_format", "json_schema"),
-    "a schema that is missing": (*chat(response_format={"type": "json_schema"}), 400, "response_format", "is missing"),
+    "a schema that is missing": (
+        *chat(response_format={"type": "json_schema"}), 400, "response_format", "}: type is 'json_schema', but the"
+    ),
     "a schema that cannot be followed": (
         *chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "fruit"}}}),
         400, None, "json_schema is not supported",

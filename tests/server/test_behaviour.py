@@ -86,7 +86,7 @@ def test_longest_prompt(checkpoint):
         assert server.ask("/v1/completions", {"prompt": [5] * 10, "max_tokens": 1})[0] == 200
         status, answer = server.ask("/v1/completions", {"prompt": [5] * 11, "max_tokens": 1})
         assert status == 400
-        assert answer["error"]["message"] == "the prompt has 11 tokens; this server accepts at most 10"
+        assert answer["error"]["message"] == "the prompt has 11 tokens; this server accepts at most 10, so shorten it"
 
 
 def test_a_client_that_leaves_frees_its_pages_within_a_step(served):

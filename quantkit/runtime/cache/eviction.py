@@ -59,8 +59,8 @@ class Evictor:
             sequences: sequences of the step that have not ended.
             preempt: frees the pages of the youngest running sequence; called when a page must be copied and none is
                 free.
-            oldest: number of the oldest unfinished request. This request is never preempted, so its earlier evictions
-                are forgotten.
+            oldest: number of the oldest unfinished request. This request is never preempted, so the record of its
+                earlier evictions is not needed and is deleted.
         """
         for sequence in sequences:
             # A sequence that was preempted meanwhile has no tokens in the cache, so it is not due.
@@ -93,7 +93,7 @@ class Evictor:
     def _given_up(self, sequence: Sequence) -> range:
         """Return which of the sequence's pages to remove, as indices in its page list.
 
-        They are the first pages after the attention sinks, whatever the policy chooses.
+        These pages are the first pages after the attention sinks, for every policy and every choice of tokens.
         """
         first, count = self.budget.first_candidate, self.budget.surplus(sequence.num_kept)
         return range(first, first + count)

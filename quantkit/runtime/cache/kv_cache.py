@@ -38,9 +38,9 @@ class KVCache:
 
     Rules for callers that allocate pages and build batches:
 
-    - Before a step, the first context length - query length tokens of each sequence must be valid in the cache. After
+    - Before a step, the first (context length - query length) tokens of each sequence must be valid in the cache. After
       drafts were rejected, a later step may rewrite up to `MAX_ROLLBACK` tokens before the furthest position written.
-      The shorter context length of that step is enough to signal this.
+      The shorter context length of that step is enough to signal the rewriting.
     - A page is final, and may be published to the prefix cache, once all its tokens are accepted. This holds for the
       first accepted_tokens // page_size pages. No flush is needed: a page is quantized in the step that completes it,
       and again if some of its tokens are rejected and rewritten.
@@ -131,7 +131,7 @@ class KVCache:
                 yield n, page_keys(views, numbers).flatten(1, 2)
 
     def compact(self, pages: Sequence[int], given_up: range, evicted: Mapping[int, Array]) -> None:
-        """Move tokens that are kept out of pages that a sequence is about to lose, into slots of evicted tokens.
+        """Fill slots of evicted tokens with the tokens that remain in pages that a sequence is about to lose.
 
         See `fill_holes`.
 
@@ -176,7 +176,7 @@ def lowest(scores: Tensor, candidates: range, count: int) -> Array:
 
 
 def fill_holes(views: KVViews, pages: Tensor, given_up: range, evicted: Tensor) -> None:
-    """For each head, move the tokens that it keeps from the slots `given_up` to slots of evicted tokens in other pages.
+    """For each head, fill slots of evicted tokens in other pages with the tokens that remain in the slots `given_up`.
 
     Args:
         views: pages of one layer; modified.

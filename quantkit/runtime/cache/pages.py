@@ -159,7 +159,7 @@ class PrefixCache:
     Args:
         pool: the page pool.
         page_size: tokens per page.
-        identity: everything else that determines a page's bytes: model and KV format.
+        identity: model and KV format, which determine a page's bytes together with its tokens.
         enabled: False = find and publish nothing.
         most: maximum number of tokens at the start of a sequence that may be shared; None = no limit.
         adapters: digest of each adapter that sequences may have, keyed by name.

@@ -12,7 +12,10 @@ from quantkit.models.kv_budget import KVBudget
 from quantkit.quantities import byte_size, parse_bytes
 from quantkit.runtime.config import EngineConfig
 
-_SHARE = {"cpu": 0.5, "cuda": 0.8}  # share of free memory for the pool by default; the rest is for activations
+_SHARE = {
+    "cpu": 0.5,
+    "cuda": 0.8,
+}  # share of free memory for the pool by default; activations need the remaining memory
 _STATELESS_TOKENS = 2**31  # size of a pool that only counts tokens: the model keeps keys and values itself
 
 

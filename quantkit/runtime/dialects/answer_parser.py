@@ -273,7 +273,7 @@ class _JsonEnd:
         """Return where the JSON ends; None if its end is not in the text.
 
         Args:
-            text: text that begins with the JSON; it must begin with the text of the previous call.
+            text: text that begins with the JSON. Later calls of this method must pass the same text, possibly longer.
         """
         while match := _JSON_MARKS.search(text, self._at):
             mark, at = match[0], match.end()

@@ -129,7 +129,7 @@ class Dialect:
             return parse_object(text, self.name, DataError)
         given = re.finditer(self.parameter, text, re.DOTALL)
         if re.sub(self.parameter, "", text, flags=re.DOTALL).strip():
-            raise DataError(f"{self.name}: there is text besides the arguments")
+            raise DataError(f"{self.name}: there is text between the arguments that is no argument")
         return {each["name"].strip(): _value(each["value"]) for each in given}
 
 

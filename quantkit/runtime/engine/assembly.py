@@ -142,8 +142,8 @@ def build_engine(
     Args:
         model: model to run.
         config: settings.
-        draft: separate model that proposes draft tokens. None = if there is a controller, the main model's MTP head or
-            n-grams propose them; the settings choose which.
+        draft: separate model that proposes draft tokens. None = no draft model; with a controller, the model's own MTP
+            head or n-grams propose them, as the settings say.
         controller: chooses the number of draft tokens; None = no speculation.
         tokenizer: see `Engine`.
         identity: identity of the model, for the prefix cache.

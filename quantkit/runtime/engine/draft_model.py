@@ -41,7 +41,7 @@ class _Shadow(PageHolder):
     fed: list[int] = field(default_factory=list)
 
     def sync(self, ids: list[int]) -> None:
-        """Keep only computed tokens that are part of the sequence: drop the first rejected draft and those after it."""
+        """Keep only computed tokens that are part of the sequence: drop the first rejected draft and all after it."""
         right = self.base
         for token in self.fed:
             if right >= len(ids) or ids[right] != token:

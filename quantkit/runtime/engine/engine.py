@@ -123,7 +123,7 @@ class Engine:
         Returns:
             The request's number, as in `StepOutput`.
         Raises:
-            RequestError: the prompt is empty, has unknown tokens, or has fewer tokens than the request asks to score;
+            RequestError: the prompt is empty, has unknown tokens, or has too few tokens for the requested scores;
                 the request can never fit (the message says how many tokens fit); the schema or grammar is invalid;
                 there are stop texts, but no tokenizer; or the adapter is unknown.
         """

@@ -137,7 +137,7 @@ def verdict_file(device: torch.device) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return a folder that only this user can write: one in $XDG_CACHE_HOME/quantkit, or a temporary one."""
+    """Return a folder that only this user can write to: below $XDG_CACHE_HOME or ~/.cache, or a temporary folder."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = base / "quantkit" / "kernel-checks"

@@ -152,7 +152,7 @@ Capture = Callable[[Callable[[], Outputs]], Callable[[], Outputs]]
 
 
 def why_not(model: NativeModel, cache: KVCache, max_length: int) -> str | None:
-    """Return why the model's decode steps cannot be captured as CUDA graphs; None if they can.
+    """Return why a model's decode steps cannot be captured as CUDA graphs, in words for users; None if they can.
 
     Args:
         model: model to run.

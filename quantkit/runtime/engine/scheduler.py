@@ -236,9 +236,9 @@ class Scheduler:
         """Return the number of tokens for each prompt, and whether the prompt needs all of them at once.
 
         While other prompts wait for their first token, a prompt gets at most half of the remaining budget (at least a
-        page) and stops at a page boundary. A second pass gives the rest to prompts from the oldest on, ignoring
-        boundaries, so no budget is wasted. If the first chunk cannot be split, it may exceed the budget, because it
-        would otherwise never fit.
+        page) and stops at a page boundary. A second pass gives the remaining budget to the prompts, oldest first, and
+        ignores page boundaries, so no budget is wasted. If the first chunk cannot be split, it may exceed the budget,
+        because it would otherwise never fit.
         """
         chunks = [self._next_chunk(sequence) for sequence in prefills]
         size, left, shares = self._page_size, budget, list[int]()

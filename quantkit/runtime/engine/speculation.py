@@ -92,7 +92,7 @@ class SpeculationController:
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
-        """Share of accepted drafts among all drafts that were first, second, ... in a sequence's drafts of a step."""
+        """Acceptance rate by position: of the first draft of a sequence in a step, of the second draft, and so on."""
         pairs = zip(self.accepted_at, self.drafted_at, strict=True)
         return tuple(accepted / drafted for accepted, drafted in pairs if drafted)
 
@@ -217,7 +217,7 @@ def check_states(target: bool, draft: bool) -> None:
     """Refuse models with a recurrent state, which rejected drafts would change permanently.
 
     Args:
-        target, draft: whether each model keeps such a state.
+        target, draft: whether the model and the draft model keep a recurrent state.
     Raises:
         RequestError: the model or the draft model keeps a state.
     """

@@ -21,7 +21,7 @@ from quantkit.machine.cores import available_cores
 from quantkit.machine.devices import MAX_THREADS
 from quantkit.machine.system import after_fork
 
-# A count is good enough when its time is within this factor of the best: the rest is left to other processes.
+# A number of threads is good enough if its time is within this factor of the best; other cores stay free for others.
 _GOOD_ENOUGH = 1.10
 _BUDGET_S = 0.08
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
@@ -101,7 +101,7 @@ def thread_counts(limit: int) -> tuple[int, ...]:
 
 
 def measure_threads(counts: tuple[int, ...], decodes: bool = True) -> dict[int, tuple[float, ...]]:
-    """Return the median seconds of each product, keyed by number of threads; changes torch's setting.
+    """Return the median seconds of each matrix product, keyed by number of threads; changes torch's setting.
 
     For decoding there are two products: one token through a large weight, which is bound by memory, and several tokens
     through a small weight, which is bound by arithmetic. Otherwise there is one product of many tokens.

@@ -70,7 +70,7 @@ def read_stored_cache(reader: CheckpointReader, config: ModelConfig) -> StoredCa
     except SchemeError as error:
         schemes = None
         note = f"quantkit ignores the checkpoint's KV cache settings and keeps keys and values unquantized: {error}"
-    # The attention module holds the scales, beside its projections.
+    # The scales are stored in the attention module, as its projections are.
     attention = config.family.parts.output.rpartition(".")[0]
     heads = 1 if config.latent else config.num_kv_heads
     names = [f"{config.family.layers}.{index}.{attention}" for index in range(count)]

@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(ModelDescription):
-    """Description of one model, with the computations of its layers.
+    """Description of one model, with the constants of its forward pass.
 
     Args:
         ropes: rotary embedding of each layer; None = no positions.

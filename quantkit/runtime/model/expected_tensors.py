@@ -58,7 +58,7 @@ def check_tensors(
         model: description from config.json.
         reader: reader of the checkpoint; only headers, and shapes that are stored as tensors, are read.
         scheme: scheme of the quantized linears; None = the checkpoint has none.
-        head: MTP head that the model must have too; None = none, whatever the checkpoint has.
+        head: MTP head whose tensors the checkpoint must have too; None = tensors of MTP heads are not checked.
     Raises:
         CheckpointError: a tensor does not match; the message names it, what was found and what was expected.
     """
@@ -110,8 +110,8 @@ def local_names(reader: CheckpointReader, others: Collection[str] = ()) -> dict[
 
     Args:
         reader: reader of the checkpoint.
-        others: full names of tensors to leave out, because they do not belong to a linear although their names look
-            like it, such as a router's balance.
+        others: full names of tensors to leave out, which are stored in a linear's module but are no part of the linear,
+            such as a router's balance.
     """
     modules = by_module(name for name in reader.names if name not in others and not _IGNORED.fullmatch(name))
     return {module: set(names) for module, names in modules.items()}

@@ -91,7 +91,7 @@ class Steps:
 def find_steps(model: Any) -> Steps:
     """Return the first way of continuing a sequence whose logits equal those of a single pass.
 
-    If no way with a cache does, return the way without a cache.
+    If no way with a cache gives equal logits, return the way without a cache.
 
     Args:
         model: a loaded transformers model in evaluation mode.

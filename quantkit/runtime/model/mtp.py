@@ -73,7 +73,7 @@ class DraftHead:
 
 
 def find_draft_head(config: ModelConfig, reader: CheckpointReader) -> MTPHead:
-    """Return the description of a checkpoint's first MTP head, which is the one that drafts.
+    """Return the description of a checkpoint's first MTP head, the only head that drafts.
 
     Raises:
         RequestError: the checkpoint has no MTP head.

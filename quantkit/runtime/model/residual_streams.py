@@ -47,7 +47,7 @@ class _Mixing:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StreamMixture(_Mixing):
-    """Mixture of the streams that one half of a layer reads, and the weights of its output in each stream.
+    """Computes the mixture of streams that one half of a layer reads, and the weights of the half's output per stream.
 
     The N numbers are n for reading, n for writing, and n * n between old and new streams.
 

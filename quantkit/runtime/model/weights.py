@@ -1,6 +1,6 @@
 """Conversion of tensors on disk to parts of a model: read, decode, fuse and lay out one group of linears at a time.
 
-Besides finished parts, memory never holds more than one group.
+Apart from finished parts, memory never holds more than one group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
