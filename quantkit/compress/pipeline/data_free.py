@@ -27,8 +27,8 @@ from quantkit.compress.calibration.stream import Stream
 from quantkit.compress.checkpoint_writer import Shard
 from quantkit.compress.pipeline.imatrix import read_importance
 from quantkit.compress.pipeline.kept_codes import keep_codes
+from quantkit.compress.pipeline.layers import add_linears, shard_name, write_audited_shard
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.compress.pipeline.shard import add_linears, shard_name, write_audited_shard
 from quantkit.compress.pipeline.state import CompressionRun, RunState
 from quantkit.distributed import gather, is_writer, rank, world
 from quantkit.huggingface.experts import set_parameter

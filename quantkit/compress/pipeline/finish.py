@@ -2,38 +2,42 @@
 in a folder's manifest or in the entries `quantkit.*` of a GGUF file.
 """
 
+import hashlib
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.mtp_heads import unquantized_prefixes
-from quantkit.checkpoints.reader import file_digest
+from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.algorithms.base import reorders_groups
 from quantkit.compress.checkpoint_writer import write_rest
 from quantkit.compress.pipeline.data_free import write_towers
 from quantkit.compress.pipeline.kv_cache import check_cache_written, with_cache
+from quantkit.compress.pipeline.layers import shard_name
 from quantkit.compress.pipeline.loadability import check_loads
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.compress.pipeline.shard import audit_checkpoint, shard_name
 from quantkit.compress.pipeline.state import CompressionRun, RunState, plain_digest
 from quantkit.compress.recipe import Recipe
 from quantkit.demo import bundled_calibration
 from quantkit.distribution import own_version
-from quantkit.errors import CheckpointError
+from quantkit.errors import AuditError, CheckpointError
 from quantkit.formats.base import unquantized_modules
 from quantkit.machine.system import peak_bytes
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.output.staging import MANIFEST, MERGED
 from quantkit.output.writer import copy_tensors, write_json
-from quantkit.results import AdapterRecord, CompressionResult, LinearRecord
+from quantkit.results import AdapterRecord, CompressionResult, LayerRecord, LinearRecord
 from quantkit.safety.untrusted import read_object
+
+_BESIDE = (".bias", "_shape")  # endings of a linear's tensors that are not part of its quantized weight
 
 
 def finish_run(run: CompressionRun, started: float) -> CompressionResult:
@@ -93,6 +97,66 @@ def _check_loads(plan: Plan, folder: Path) -> list[str]:
     said = not plan.family.decode_at_load and bool(plan.format.check_model(plan.family, plan.layers))
     note = check_loads(folder, plan.reader, plan.format, plan.linears, experts=not said)
     return [note] if note and note not in plan.warnings else []
+
+
+def audit_checkpoint(
+    folder: Path, plan: Plan, records: Sequence[LayerRecord], towers: Sequence[LinearRecord] = ()
+) -> None:
+    """Check that every planned linear is quantized, everything else is unchanged, and sizes are as planned.
+
+    Args:
+        folder: the assembled checkpoint.
+        plan: the run's plan.
+        records: records of all layers.
+        towers: records of the linears quantized outside the layers, with full names.
+    """
+    reader = ModelReader(folder, plan.family)
+    done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
+    _check_targets(plan, reader, done | {linear.name: linear for linear in towers})
+    for name in plan.ignored:
+        weight = f"{name}.weight"
+        source, kept = (one.info(weight).dtype if weight in one else None for one in (plan.reader, reader))
+        if source != kept:
+            raise AuditError(f"{name} should have stayed unquantized, but its weight is {kept}")
+    _check_tied(plan, reader)
+    plan.format.check_config(reader.config, plan.linears, plan.ignored)
+
+
+def _check_targets(plan: Plan, reader: CheckpointReader, done: Mapping[str, LinearRecord]) -> None:
+    planned = set(plan.linears)
+    if planned != set(done):
+        raise AuditError(
+            f"quantized {len(done)} linears, planned {len(planned)}; they differ in {sorted(planned ^ set(done))[:3]}"
+        )
+    for name, record in done.items() if plan.format.keeps_codes else ():
+        names = [other for other in reader.names if other.startswith(f"{name}.") and not other.endswith(_BESIDE)]
+        stored = sum(reader.info(other).num_bytes for other in names)
+        expected = round(record.bits_per_weight * math.prod(record.shape) / 8)
+        if stored != expected:
+            raise AuditError(
+                f"{name} takes {stored} bytes on disk, but {record.bits_per_weight} bits per weight take {expected}"
+            )
+
+
+def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
+    head, embedding = f"{plan.family.head}.weight", f"{plan.family.embedding}.weight"
+    for name in (head, embedding):
+        if (name in plan.reader) != (name in reader):
+            has, lacks = ("source", "checkpoint") if name in plan.reader else ("checkpoint", "source")
+            raise AuditError(f"the {lacks} lacks {name}, which the {has} has; tied weights would break")
+    for name in plan.rest:
+        if _digest(plan.reader, name) != _digest(reader, name):
+            raise AuditError(f"{name} differs from the source")
+    if plan.reader.config.get("tie_word_embeddings") != reader.config.get("tie_word_embeddings"):
+        raise AuditError("tie_word_embeddings changed")
+
+
+def _digest(reader: CheckpointReader, name: str) -> bytes:
+    """Return the SHA-256 of a tensor's bytes. It does not depend on how a reader cuts the tensor into chunks."""
+    digest = hashlib.sha256()
+    for chunk in reader.chunks(name):
+        digest.update(chunk)
+    return digest.digest()
 
 
 def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:

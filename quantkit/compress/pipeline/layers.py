@@ -1,33 +1,45 @@
-"""Quantize layers in order with calibration data; the outputs of a layer are the calibration data of the next."""
+"""Quantize layers in order with calibration data, and write each finished layer to a file.
+
+The outputs of a layer are the calibration data of the next layer. A layer's file holds the codes of its quantized
+linears in the recipe's format. It also holds the layer's other tensors, as in the source or as a step changed them.
+Each file is read back and compared with what was written. A difference means that quantkit has a defect.
+"""
 
 import copy
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.checkpoints.model_reader import ModelReader
+from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.algorithms.base import keeps_original
 from quantkit.compress.calibration.dataset import Samples
-from quantkit.compress.calibration.errors import signal_to_noise_db
+from quantkit.compress.calibration.errors import row_blocks, signal_to_noise_db
 from quantkit.compress.calibration.held_out import HeldOut
 from quantkit.compress.calibration.hidden_state_store import ActivationStore, Mode, require_finite
 from quantkit.compress.calibration.input_scales import calibrate_inputs
 from quantkit.compress.calibration.layer import LayerContext
 from quantkit.compress.calibration.layer_data import LayerData
 from quantkit.compress.calibration.stream import Stream
+from quantkit.compress.checkpoint_writer import Shard
 from quantkit.compress.pipeline.inputs import advance, open_held_out, open_stores
 from quantkit.compress.pipeline.kept_codes import keep_codes
-from quantkit.compress.pipeline.kv_cache import choose_cache
+from quantkit.compress.pipeline.kv_cache import check_scales, choose_cache
 from quantkit.compress.pipeline.plan import Plan
-from quantkit.compress.pipeline.shard import write_layer
 from quantkit.compress.pipeline.state import CompressionRun, Listener
 from quantkit.distributed import assign_work, barrier, is_writer
+from quantkit.errors import AuditError
 from quantkit.machine.memory import release_freed_memory
 from quantkit.machine.system import peak_bytes
+from quantkit.numerics.scheme import LinearScheme
+from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.output.writer import writing
 from quantkit.results import CacheRecord, LayerRecord
 
@@ -238,3 +250,99 @@ def _owners(plan: Plan, index: int) -> dict[str, int]:
     shapes, sets = plan.skeleton.linear_shapes(index), plan.sets(index)
     costs = [sum(shapes[name][0] * shapes[name][1] ** 2 for name in group.linears) for group in sets]
     return dict(zip([group.linears[0] for group in sets], assign_work(costs), strict=True))
+
+
+def shard_name(index: int, num_layers: int) -> str:
+    """Return the file name of a layer. Index `num_layers` stands for all tensors outside the layers."""
+    return f"model-{index + 1:05d}-of-{num_layers + 1:05d}.safetensors"
+
+
+def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tuple[str, str, list[str]]:
+    """Write and read back one layer's shard.
+
+    Args:
+        plan: plan of the run.
+        index: number of the layer.
+        layer: the finished layer; the bits per weight on disk are added to its records.
+        folder: folder of the checkpoint.
+    Returns:
+        Name of the file, its SHA-256, and the names of its tensors.
+    Raises:
+        AuditError: the file does not hold the tensors that calibration computed.
+    """
+    shard = Shard(plan.format)
+    scales = {f"{layer.name}.{key}": value for key, value in layer.chosen.cache_scales.items()}
+    check_scales(scales)
+    shard.tensors |= scales
+    add_linears(plan, layer, shard)
+    shard.tensors |= dict(_others(plan, layer, shard.tensors))
+    return write_audited_shard(plan, shard_name(index, plan.skeleton.num_layers), shard, folder)
+
+
+def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
+    """Encode the codes of a layer and add them to its shard.
+
+    Args:
+        plan: plan of the run.
+        layer: the finished layer, or a part of it that has only some of the linears.
+        shard: shard of the layer.
+    Raises:
+        AuditError: codes or scales are invalid, or a stored weight does not have its planned size.
+    """
+    for name, weight in layer.chosen.quantized.items():
+        module, scheme = f"{layer.name}.{name}", layer.schemes[name]
+        check_weight(module, weight)
+        size = shard.add_linear(module, weight, scheme)
+        if plan.format.keeps_codes:
+            check_size(module, weight, scheme, size)
+        record = layer.chosen.records[name]
+        layer.chosen.records[name] = replace(record, bits_per_weight=8 * size / weight.codes.numel())
+
+
+def write_audited_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tuple[str, str, list[str]]:
+    """Write a complete shard and read it back; for the result, see `write_layer`."""
+    return file, *shard.write(
+        folder / file,
+        layout=plan.reader.restore,
+        read=lambda path: ModelReader.of(CheckpointReader.of_file(path), plan.family),
+    )
+
+
+def _others(plan: Plan, layer: LayerContext, written: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the unquantized tensors of a layer in the source's dtype."""
+    parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
+    quantized = {f"{layer.name}.{name}.weight" for name in layer.chosen.quantized}
+    for name in plan.reader.names:
+        if not name.startswith(f"{layer.name}.") or name in quantized or name in written:
+            continue
+        stored, present = plan.reader.tensor(name), parameters.get(name)
+        # Compare in the compute dtype: a tensor that no step has changed is written bit for bit as in the source.
+        if present is not None and not torch.equal(stored.to(present.dtype), present.cpu()):
+            stored = present.to(stored.dtype).cpu()  # changed by a step
+        yield name, stored
+
+
+def check_weight(prefix: str, weight: QuantizedTensor) -> None:
+    """Check that no scale is zero, NaN or infinite, and that no code is outside its type."""
+    scale = weight.scale.float()
+    if not bool(((scale != 0) & torch.isfinite(scale)).all()):
+        raise AuditError(f"{prefix}: a scale is zero or not finite")
+    dtype = weight.scheme.dtype
+    for rows in row_blocks(*weight.codes.shape):
+        low, high = weight.codes[rows].float().aminmax()
+        if not dtype.minimum <= low <= high <= dtype.maximum:  # also true for NaN
+            raise AuditError(f"{prefix}: a code is outside {dtype.name}")
+
+
+def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:
+    """Check that a stored weight has its densely packed size plus at most a small overhead.
+
+    The overhead allows for partly filled words, a group index, and constant zero points that the format stores.
+    """
+    (rows, width), groups, bits = weight.shape, weight.scale.shape[1], weight.scheme.dtype.bits
+    planned = weight.stored_bytes + (0 if weight.input_scale is None else weight.input_scale.nbytes)
+    if scheme.activation is not None and scheme.activation.dtype.kind == "int":
+        planned += rows * width * (8 - bits) // 8  # with integer activations, each code is stored in a byte
+    padding = 4 * (rows + groups + width) + (bits * groups * rows // 8 if weight.zero_point is None else 0)
+    if not planned <= num_bytes <= planned + padding:
+        raise AuditError(f"{prefix} takes {num_bytes} bytes, but {planned} to {planned + padding} were planned")

@@ -1,7 +1,7 @@
 """Check whether transformers can load the result, both before the work and for the finished checkpoint.
 
 For models without a family file, linears that transformers could not load in quantized form stay unquantized, and a
-note gives the loader's reason. (`shard.audit_checkpoint` compares a finished checkpoint with the plan.)
+note gives the loader's reason. (`finish.audit_checkpoint` compares a finished checkpoint with the plan.)
 """
 
 import re

@@ -11,7 +11,8 @@ import torch
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
 from quantkit.compress.checkpoint_writer import Shard
-from quantkit.compress.pipeline import shard
+from quantkit.compress.pipeline.finish import audit_checkpoint
+from quantkit.compress.pipeline.layers import check_weight
 from quantkit.compress.pipeline.plan import build_plan
 from quantkit.compress.pipeline.run import quantize
 from quantkit.compress.recipe import load
@@ -30,7 +31,7 @@ def finished(tmp_path):
     result = json.loads((tmp_path / "out" / "quantkit-run.json").read_text())
     records = [LayerRecord.from_dict(layer) for layer in result["layers"]]
     plan = build_plan(str(model), RECIPE, tmp_path / "other", "cpu")
-    shard.audit_checkpoint(tmp_path / "out", plan, records)
+    audit_checkpoint(tmp_path / "out", plan, records)
     return plan, tmp_path / "out", records
 
 
@@ -81,14 +82,14 @@ def test_defects_of_the_files_are_found(finished, spoil, message):
     plan, folder, records = finished
     spoil(folder)
     with pytest.raises(AuditError, match=message):
-        shard.audit_checkpoint(folder, plan, records)
+        audit_checkpoint(folder, plan, records)
 
 
 def test_a_linear_that_was_not_quantized_is_found(finished):
     plan, folder, records = finished
     records[1] = dataclasses.replace(records[1], linears=records[1].linears[1:])
     with pytest.raises(AuditError, match="quantized 13 linears, planned 14"):
-        shard.audit_checkpoint(folder, plan, records)
+        audit_checkpoint(folder, plan, records)
 
 
 def one_weight(plan, folder):
@@ -101,10 +102,10 @@ def one_weight(plan, folder):
 def test_a_bad_scale_is_found(finished, bad):
     plan, folder, _ = finished
     prefix, weight, _ = one_weight(plan, folder)
-    shard.check_weight(prefix, weight)
+    check_weight(prefix, weight)
     weight.scale[2, 1] = bad
     with pytest.raises(AuditError, match="a scale is zero or not finite"):
-        shard.check_weight(prefix, weight)
+        check_weight(prefix, weight)
 
 
 def test_a_code_outside_its_type_is_found(finished):
@@ -112,7 +113,7 @@ def test_a_code_outside_its_type_is_found(finished):
     prefix, weight, _ = one_weight(plan, folder)
     weight.codes[0, 0] = 9
     with pytest.raises(AuditError, match="a code is outside int4"):
-        shard.check_weight(prefix, weight)
+        check_weight(prefix, weight)
 
 
 def test_a_flipped_bit_in_the_shard_is_found(finished):
