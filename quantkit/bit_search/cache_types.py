@@ -3,8 +3,8 @@
 Keys and values are the two sides of a cache. A sensitivity is measured on one side of one layer, with the other side in
 8 bits. The measured side has its smallest type, because the KL of larger types is hard to tell from rounding in the
 computation. The sensitivity with a larger type is estimated: it is smaller by the same factor as the KL of a cache with
-this type in all layers. `solve` then chooses as if sensitivities were additive. The two caches with the same types in
-all layers for which the least KL is expected are measured too. The best of these three caches is chosen.
+this type in all layers. `solve` then chooses as if sensitivities were additive. The search also measures
+two caches with the same types in all layers: those with the least expected KL. The best of these three is chosen.
 """
 
 import itertools
@@ -89,7 +89,8 @@ class CacheSearch:
                 f"{setup.data}: the longest window has {longest} tokens, but the cache is quantized in pages of "
                 f"{DEFAULT_PAGE_SIZE}; give a longer text, or leave --kv-bits out if the model's context is that short"
             )
-        # Kept apart from the numbers about weights, because recipe and calibration do not change the KL of a cache.
+        # In a separate file, because recipe and calibration change the numbers about weights, but not the KL of a
+        # cache.
         self._state = setup.open_state(work / "kv-cache.json", {}, progress, self.windows)
         self._keys = [key for key in _KEYS if self._fits(KVScheme(key=key))]
         self._values = [value for value in _VALUES if self._fits(KVScheme(value=value))]
@@ -142,7 +143,7 @@ class CacheSearch:
         )
 
     def _options(self) -> list[list[Option]]:
-        """Return, for each layer in order, the options of its keys, then the options of its values."""
+        """Return, for each layer in order, the options of its keys, then those of its values, with estimated KLs."""
         every = {side: [self._everywhere(side, one) for one in of] for side, of in self._sides}
         groups = []
         for index, layout in self._layers.items():
@@ -182,7 +183,7 @@ class CacheSearch:
         return names[0] if len(set(names)) == 1 else "; ".join(names)
 
     def _fits(self, scheme: KVScheme) -> bool:
-        """Whether the scheme can store the head width of every layer."""
+        """Whether a cache with this scheme can store the keys and values of every layer, given their head widths."""
         try:
             for layout in self._layers.values():
                 replace(layout, cache=LayerCache(scheme=scheme))
@@ -255,7 +256,7 @@ def _pair(pair: tuple[str, str]) -> dict[str, Any]:
 
 
 def cache_remark(choice: CacheChoice, data: str = "the same text") -> str:
-    """Return a comment on the chosen cache for the recipe."""
+    """Return a sentence about the chosen cache, for the comments of the recipe."""
     kl = f"with unchanged weights, its KL while decoding is {choice.measured_kl:.5f} nats per token on {data}"
     return f"KV cache: {choice.bits:.3f} bits per key or value; {kl}."
 
@@ -273,7 +274,9 @@ def _quantizable(llm: LLM) -> dict[int, KVLayout]:
 
 @contextmanager
 def cached_as(llm: LLM, choice: CacheChoice | None, windows: Windows) -> Iterator[None]:
-    """Give a model a chosen cache inside the block, large enough for all these windows together; None = its own."""
+    """Inside the `with` block, give a model the chosen KV cache, large enough for all windows at once; None = no
+    change.
+    """
     if choice is None:
         yield
         return

@@ -2,7 +2,7 @@
 
 Sensitivities are measured one group at a time, but quantizing one group changes the effect of another. So the search
 measures the chosen combination, and how the KL changes if one group moves to its next better or cheaper option. It
-solves again with these changes, and repeats this as long as the measured KL falls.
+solves again with these changes as sensitivities, and repeats this as long as the measured KL falls.
 
 If the target is task accuracy, the search uses KL as a proxy, since the accuracy of a choice can be measured only after
 a model has been compressed with that choice. It assumes that the loss of accuracy is proportional to KL. The first
@@ -88,7 +88,7 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
             best = choice
         if measured <= 0 or 0.97 * kl <= measured <= kl:
             break  # the KL that is left is rarely enough for a cheaper option of any group
-        # Single-group KLs do not add up to the measured KL: scale the limit of their sum by the error.
+        # Single-group KLs do not add up to the measured KL: scale the limit of their sum by target / measured KL.
         # 0.99 aims slightly below the target, since a choice above it does not count.
         limit *= 0.99 * kl / measured
     if best is None:
@@ -190,7 +190,7 @@ class Judge:
         return overall
 
     def first_kl(self, coarse: LLM, kl: float) -> float:
-        """Estimate the KL at which the goal is met, from a coarse model and its KL."""
+        """Estimate the KL at which the goal is met, from a coarsely quantized model and its KL."""
         lost = max(_SEEN, 100 - self.recovery(coarse))
         return kl * min(_LARGEST, (100 - self.goal) / lost)
 

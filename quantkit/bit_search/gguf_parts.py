@@ -1,4 +1,4 @@
-"""What a search for a GGUF file needs besides linears: the type of embedding and head, and the size of the rest."""
+"""Parts of a search for a GGUF file other than linears: the type of embedding and head, and the size of the rest."""
 
 import json
 import math
@@ -85,7 +85,9 @@ class Ends:
 
     @property
     def type_name(self) -> str | None:
-        """Type to which both are rounded, a key of `MATRIX_BLOCKS`; None = both have their original values."""
+        """Type to which embedding and head are rounded, a key of `MATRIX_BLOCKS`; None = they have their original
+        values.
+        """
         return self._type
 
     @type_name.setter
@@ -126,7 +128,7 @@ class Ends:
         return partial(embedding, weight=tables[0]), head
 
     def _decoded(self, name: str, module: str) -> Tensor:
-        """Return a weight (V, H), rounded to a GGUF type, in the model's dtype. Keep the blocks: rounding is slow."""
+        """Return a weight (V, H), rounded to a GGUF type, in the model's dtype. Blocks are cached: rounding is slow."""
         shape = self._reader.info(f"{module}.weight").shape
         if (name, module) not in self._blocks:
             block = Block[matrix_block(name, shape[-1])]

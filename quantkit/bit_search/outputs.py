@@ -30,7 +30,7 @@ class SearchState:
         path: path of the file; read if it exists.
         identity: everything that determines the numbers, as plain data.
     Raises:
-        ResumeError: the file belongs to another search or is damaged.
+        ResumeError: the file belongs to a search with a different identity, or is damaged.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def default_candidate(candidates: Sequence[Candidate], groups: Sequence[Measured
 def overrides(candidates: Sequence[Candidate], groups: Sequence[MeasuredGroup], choice: Choice) -> list[dict[str, Any]]:
     """Return the overrides of the recipe: one entry for each chosen candidate other than the default.
 
-    Groups that stay unquantized also have one entry.
+    All groups that stay unquantized share one entry.
 
     Args:
         candidates: the candidates that `choice` indexes; an index past the last one means "skip".

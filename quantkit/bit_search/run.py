@@ -251,7 +251,7 @@ class _Search:
         )
 
     def _noted_in_file(self, recipe: Recipe) -> int:
-        """Write measured figures into the GGUF file, as `quantize` does with this recipe; return the file's size."""
+        """Write the figures `measured` of a recipe into the GGUF file, as `quantize` does; return the file's size."""
         copy = self.trial.with_name(f"measured-{self.trial.name}")
         copy_with_entries(self.trial, copy, measured_entries(recipe))
         copy.replace(self.trial)

@@ -67,7 +67,7 @@ class TrialRunner:
         A GGUF file is always made again.
 
         Raises:
-            ResumeError: the directory holds something else.
+            ResumeError: the directory holds the output of a different model or recipe, or something else.
         """
         if output.is_file():  # a GGUF file does not say from which model it was made
             output.unlink()
@@ -151,7 +151,7 @@ class MeasuredGroups:
         return 8 * self.total(choice).cost / self.num_weights
 
     def kl(self, choice: Choice) -> float:
-        """Return the KL of the original model with all groups replaced by the chosen options; measured once."""
+        """Return the KL of the original model with all groups replaced by the chosen options. It is measured once."""
         key = "choice " + ",".join(map(str, choice)) + " of " + " ".join(self._names)
         return self._state.get(key, lambda: self.kl_on(self._probe, choice))
 

@@ -74,7 +74,7 @@ class Setup:
         source: digests of the model's files.
         data, text_sha256: name and digest of the text.
         windows: windows on which the search measures.
-        held_out: at most as many other windows, to measure the result; equal to `windows` if the text is too short.
+        held_out: other windows, on which the result is measured; equal to `windows` if the text is too short.
         notes: remarks for the user.
     """
 
@@ -129,7 +129,7 @@ class Setup:
 
 
 def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], None]) -> Setup:
-    """Load the original and read the text.
+    """Load the original model, and read the text on which KL is measured.
 
     Args:
         model: directory or hub id; None = the demo model.
@@ -147,7 +147,7 @@ def set_up(model: str | None, options: SearchOptions, progress: Callable[[str], 
         del original
         original = load_llm(str(folder), **engine, kv_cache=plain)
     data, text_sha256, windows, notes = _windows(original, options)
-    # Neighbouring windows have similar content, so both halves are alike and share no token.
+    # Alternate windows: the two halves share no token, but have similar content, as neighbouring windows do.
     used = few(windows[::2], original.model.vocab_size, options.max_tokens, REFERENCE_BYTES)
     held_out = windows[1::2][: len(used)]
     if max(map(len, held_out), default=0) <= _SHORT:

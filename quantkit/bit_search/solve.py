@@ -111,7 +111,7 @@ def _relax(points: Sequence[Points], limit: float) -> tuple[float, list[int]]:
 
 
 def _filled(points: Sequence[Points], start: list[int], limit: float) -> list[int]:
-    """Improve the relaxed choice within what it leaves of the limit: repeatedly make the best exchange that fits."""
+    """Improve the relaxed choice within the limit: repeatedly make the exchange that lowers the value most."""
     chosen = list(start)
     left = limit - math.fsum(group[at][0] for group, at in zip(points, chosen, strict=True))
     while True:

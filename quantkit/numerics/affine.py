@@ -45,7 +45,7 @@ class Ranges(NamedTuple):
         return [Ranges(*own) for own in zip(*parts, strict=True)]
 
     def rows(self, rows: slice) -> "Ranges":
-        """Return the ranges of some outputs."""
+        """Return the ranges of the outputs in a slice."""
         zero, block = (None if each is None else each[rows] for each in (self.zero_point, self.block_scale))
         return Ranges(self.scale[rows], zero, block)
 
@@ -76,7 +76,7 @@ class WeightGrid:
     tensor_largest: Tensor | None = None
 
     def completed(self, weight: Tensor) -> "WeightGrid":
-        """Return the grid with `tensor_largest` of this weight; unchanged if it is set already or not used."""
+        """Return the grid with `tensor_largest` of this weight, or unchanged if it is known or not used."""
         if self.tensor_largest is not None or not self.scheme.has_tensor_scale:
             return self
         return replace(self, tensor_largest=largest_magnitude(weight))
@@ -190,7 +190,7 @@ def minmax_parameters(weight: Tensor, grid: WeightGrid) -> Ranges:
 
 
 def _by_blocks(weight: Tensor, dtype: DType, choose: Callable[[Tensor, DType], super_blocks.Blocks]) -> Ranges:
-    """Return the ranges of a weight (N, K) in ggml's blocks; `choose` takes values (M, values of a block)."""
+    """Return the ranges of a weight (N, K) in ggml's blocks; `choose` is a function of `super_blocks`."""
     assert dtype.block is not None, f"{dtype.name} has no blocks"
     return Ranges(*super_blocks.expand(choose(weight.float().view(-1, dtype.block[0]), dtype), len(weight), dtype))
 
@@ -213,7 +213,7 @@ def rescaled(ranges: Ranges, scale: Tensor, grid: WeightGrid) -> Ranges:
 
 
 def range_fractions(dtype: DType) -> tuple[float, ...]:
-    """Return the fractions of the covering range to try, 1 first.
+    """Return the fractions of a group's covering range that a search tries, 1 first.
 
     Integers: clipping helps more with fewer bits. With 8 bits it almost never helps; with 2 bits the best range may be
     a third of the full one. Floats: clipping helps little, but the position of the exponent steps matters. FP8's
@@ -284,7 +284,7 @@ def _search_rows(rows: Tensor, grid: WeightGrid, importance: Tensor | None, gram
 
 
 def _signs(scheme: WeightScheme) -> tuple[float, ...]:
-    """Return the signs of a scale to try: with 8 bits only 1, because one more code is not worth the time."""
+    """Return the signs of scales that a search tries. With 8 bits only 1, because one more code hardly helps."""
     both = scheme.symmetric and scheme.signed_scales and scheme.dtype.kind == "int" and scheme.dtype.bits < 8
     return (1.0, -1.0) if both else (1.0,)
 

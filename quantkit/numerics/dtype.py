@@ -1,4 +1,4 @@
-"""Number types as values: `INT4.minimum` instead of scattered `2 ** bits - 1`.
+"""Number types as objects, so that code uses `INT4.minimum` and does not compute limits from a number of bits.
 
 A number type defines the meaning of one code; `formats` packs codes on disk.
 """

@@ -65,7 +65,10 @@ def random_rotation(width: int, seed: int) -> Rotation:
 
 
 def _hadamard(size: int) -> Tensor | None:
-    """Return an (m, m) Hadamard matrix; m = 1, q + 1 for a prime q = 3 mod 4, or 2 q + 2 for a prime q = 1 mod 4."""
+    """Return an (m, m) Hadamard matrix; m = 1, q + 1 for a prime q = 3 mod 4, or 2 q + 2 for a prime q = 1 mod 4.
+
+    None for other sizes.
+    """
     if size == 1:
         return torch.ones(1, 1)
     # Hadamard matrices above size 2 exist for multiples of 4 only.

@@ -68,7 +68,8 @@ class CacheGoal:
 
     Args:
         scheme: schemes of keys and values.
-        layers: number and schemes of each layer that differs; empty if `scheme` has fixed scales.
+        layers: layers whose schemes differ from `scheme`, each as its number and its schemes; empty if `scheme` has
+            fixed scales.
         outliers: whether to look for layers whose keys have outliers that the scheme cannot represent well.
         remedy: scheme of the keys in layers with outliers: "channel" (the same bits, a range per channel), "int8" or
             "fp8" per token, "leave" (not quantized), or "auto": the first of the four that helps.
@@ -88,12 +89,12 @@ class CacheGoal:
 
     @property
     def schemes(self) -> tuple[KVScheme, ...]:
-        """The schemes that occur."""
+        """All schemes of this goal: `scheme`, and those of the layers that differ."""
         return (self.scheme, *(scheme for _, scheme in self.layers))
 
     @property
     def needs_data(self) -> bool:
-        """Whether calibration data is needed."""
+        """Whether calibration data is needed, for fixed scales or to find outliers."""
         return self.has_fixed_scales or (self.outliers and any(scheme.key.dtype for scheme in self.schemes))
 
     def of_layer(self, index: int) -> "CacheGoal":
@@ -167,7 +168,7 @@ def turned(values: Tensor) -> Tensor:
 
 
 def turned_back(values: Tensor) -> Tensor:
-    """Rotate back; the result is `turning_block(D)` times what `turned` had rotated. For arguments, see `turned`."""
+    """Undo `turned`, except for a factor: the result is `turning_block(D)` times the original values (..., D)."""
     matrix, signs = _turning(values.shape[-1], values.device)
     return ((values.double() @ matrix) * signs).float()
 
@@ -176,8 +177,8 @@ def turned_back(values: Tensor) -> Tensor:
 def _turning(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the matrix (D, D) and the signs (D,) of the rotation, in float64.
 
-    Without signs, a number that all channels have in common would end up in one channel. This bent function, the
-    product of neighbouring bits of the channel's number, spreads it evenly.
+    Without signs, a number that all channels have in common would end up in one channel. The signs spread it evenly,
+    because they are a bent function: the parity of the products of neighbouring bits of the channel's number.
     """
     number = torch.arange(width)
     products = number & (number >> 1) & 0x5555
@@ -187,7 +188,7 @@ def _turning(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def turning_block(width: int) -> int:
-    """Return the channels of a block of the rotation: the largest power of two that divides the width."""
+    """Return the number of channels in a block of the rotation: the largest power of two that divides the width."""
     return width & -width
 
 

@@ -87,7 +87,7 @@ BLOCK = 16
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 matrices can be multiplied without converting them to float32."""
+    """Whether C code can multiply bfloat16 matrices on this device, with sums in float32."""
     return device.type == "cpu" and native.has_avx512()
 
 

@@ -82,7 +82,7 @@ def check_for_others(config: Mapping[str, Any]) -> None:
     """Refuse regular expressions of a quantization_config that could hang other libraries.
 
     Other libraries match with `re`, which tries every way to divide a name among repeats and alternatives. So an
-    expression may have only a few of these, and no repeated group.
+    expression may have only a few repeats and alternatives, and no repeated group.
 
     Args:
         config: contents of config.json.

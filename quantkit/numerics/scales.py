@@ -61,7 +61,8 @@ def global_scale(largest: Tensor, dtype: DType) -> Tensor:
 
 
 def storable_scale(largest: Tensor, dtype: DType, scale_dtype: torch.dtype, tensor_largest: Tensor | None) -> Tensor:
-    """Return the storable scale nearest to the one that maps the largest magnitudes to the largest code.
+    """Return, for each group, the storable scale nearest to the one that maps its largest magnitude to the largest
+    code.
 
     Args:
         largest: (N, G) float32, >= 0, largest magnitude of each group.
@@ -90,7 +91,7 @@ def two_level_scale(scale: Tensor, outer: Tensor) -> Tensor:
         scale: any shape, float32.
         outer: one element, the `global_scale`.
     """
-    # Activations above the calibrated maximum would need more than 448; not every version of torch saturates there.
+    # Activations above the calibrated maximum would need more than 448. Not every version of torch clamps such values.
     local = (scale * outer).clamp_max(_E4M3_MAXIMUM).to(torch.float8_e4m3fn).float()
     return torch.where(local == 0, _E4M3_FLOOR, local) / outer
 

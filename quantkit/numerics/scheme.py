@@ -19,8 +19,8 @@ class WeightScheme:
         group_size: number of inputs that share one scale; None = the whole row.
         symmetric: no zero points are stored; always true for float types.
         block_rows: number of outputs that share scales; 1 = each output has its own, None = one scale for the tensor.
-        signed_scales: scales of symmetric integers may be negative. This field and those below affect the choice of
-            numbers, not their storage, so schemes that differ only in them compare equal.
+        signed_scales: scales of symmetric integers may be negative. This field and those below affect which scales and
+            codes are chosen, not how they are stored. So schemes that differ only in these fields compare equal.
         strict_groups: refuse a linear if `group_size` does not divide its inputs, instead of using smaller groups.
         row_scales: "e4m3" = choose scales that kernels with 8-bit scales hold exactly; see `scales.row_scales`.
     """

@@ -223,7 +223,7 @@ def _search_affine(groups: Tensor, weights: Tensor, dtype: DType) -> tuple[Tenso
         determinant = (total * sum_l2 - sum_l.square()).clamp_(min=1e-30)
         scale = (total * sum_xl - total_x * sum_l) / determinant
         start = (sum_l2 * total_x - sum_l * sum_xl) / determinant
-        # A start above zero cannot be stored; the fit through zero takes its place.
+        # A range cannot begin above zero, so a fit through zero replaces a fit that does.
         scale = torch.where(start > 0, sum_xl / sum_l2.clamp(min=1e-30), scale)
         start = start.clamp(max=0)
         error = _error(groups, weights, codes * scale + start)
@@ -233,7 +233,8 @@ def _search_affine(groups: Tensor, weights: Tensor, dtype: DType) -> tuple[Tenso
 
 
 def _improve_affine(groups: Tensor, weights: Tensor, start: Blocks, dtype: DType) -> State:
-    """Find the best codes for these float16 numbers; the whole numbers of scales and minimums may change by one.
+    """Find the best codes for the float16 numbers of `start`. The whole numbers of scales and minimums may change by
+    one.
 
     Returns:
         error (M,), codes (M, S, n), and the fields of `Blocks`.

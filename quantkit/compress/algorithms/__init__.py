@@ -1,4 +1,4 @@
-"""Compression algorithms, which are the steps of a recipe. Each step has its own file, which has the step's name."""
+"""Compression algorithms, which are the steps of a recipe. Each step is one file with the step's name."""
 
 from quantkit.registry import Registry
 

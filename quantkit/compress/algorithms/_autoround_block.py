@@ -52,7 +52,7 @@ class Examples:
     def batch(self, number: int, rows: slice = slice(None)) -> tuple[Batch, Tensor]:
         """Return the inputs and the target outputs (B, T, D) of one batch, or of some rows of the batch.
 
-        The tensors are ordinary tensors, not inference-mode tensors.
+        The tensors are not inference-mode tensors, so autograd accepts them.
         """
         states, target = self._store[number][rows], states_of(self._target(number))
         if isinstance(states, Tensor):  # a `LayerCall` is one sequence, and its first dimension may be residual streams
@@ -89,7 +89,7 @@ class TunedBlock:
 
     Args:
         layer: the layer, called with `values` in place of its parameters and buffers.
-        values: ordinary tensors, keyed by the relative name of the parameter or buffer.
+        values: tensors made outside inference mode, keyed by the relative name of the parameter or buffer.
         weights: the tensors of `values` to tune, keyed by the linear's relative name.
     """
 

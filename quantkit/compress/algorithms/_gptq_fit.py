@@ -16,11 +16,11 @@ from quantkit.compress.algorithms._gptq_loop import Settled
 from quantkit.numerics import matmul, native
 from quantkit.numerics.affine import Ranges
 
-# Limits of what is held at once: elements of codes or of normal equations, and columns of the Hessian.
+# Maximum number of elements of codes or of normal equations in memory at once, and of columns of the Hessian.
 _ELEMENTS, _COLUMNS = 1 << 21, 512
-# Elements of the products of codes and Hessian that are held at once.
+# Maximum number of elements of the products of codes and Hessian in memory at once.
 _PRODUCT_ELEMENTS = 1 << 21
-# Rows of the factor whose products are held at once.
+# Number of rows of the factor whose products are in memory at once.
 _ROWS = 256
 
 
@@ -29,7 +29,7 @@ def fit_scales(
 ) -> Tensor:
     """Return, for each row, the scales of all groups that together minimize the output error with the given codes.
 
-    The equations are solved for the change of the scales, so their right side depends only on the current error.
+    The unknowns of the equations are the changes of the scales, so the right side depends only on the current error.
 
     Args:
         settled: codes and errors of all rows; not modified.
@@ -134,7 +134,7 @@ def _normal_equations(
 
 
 def _multiply(values: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """Compute a few rows of D'H D: the entries of some groups with themselves and with all later groups.
+    """Compute the rows of D'H D for a few groups: the entries of each group with itself and with all later groups.
 
     Args:
         values: codes minus zero points, (K, R) float32, with the inputs ordered by group.
@@ -161,8 +161,8 @@ def _pack_groups(values: Tensor, size: int) -> Tensor:
 
 
 def _multiply_in_c(values: Tensor, packed: Tensor, first: int, panel: Tensor, normal: Tensor) -> None:
-    """Do the same as `_multiply` in C with bfloat16 operands. `values` has R padded to whole blocks, and `packed` is
-    the result of `_pack_groups` for `values`.
+    """Do the same as `_multiply` in C with bfloat16 operands. The columns of `values` are padded to whole blocks,
+    and `packed` is the result of `_pack_groups` for `values`.
     """
     count, groups, num_rows = normal.shape
     hessian = _pack_groups(panel.bfloat16(), len(values) // groups)

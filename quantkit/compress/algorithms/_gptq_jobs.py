@@ -40,7 +40,8 @@ class Job(NamedTuple):
 def is_of_one_expert(names: tuple[str, ...]) -> bool:
     """Whether all linears of a set belong to the same expert.
 
-    A layer has many such sets, so one process collects all statistics of such a set and solves all of its jobs.
+    A layer with experts has many such sets, enough for all processes. So none of them is divided: one process collects
+    all statistics of a set and solves all of its jobs.
     """
     experts = {find_expert(name) for name in names}
     return len(experts) == 1 and None not in experts
@@ -71,7 +72,7 @@ def owners(layer: LayerContext, jobs: list[Job]) -> list[int]:
     width = {job.set: layer.weight(job.set[0]).shape[1] for job in jobs}
     rows = [sum(rows.stop - rows.start for _, rows in job.rows) for job in jobs]
     solvers = [layer.owner(job.set[0]) for job in jobs]
-    # Sets stay whole if possible: each process that solves a part of a set has to factorise the set's Hessian.
+    # Sets are divided only if necessary, because each process that solves a part of a set must factorise its Hessian.
     shared = [number for number, job in enumerate(jobs) if not is_of_one_expert(job.set)]
     shared.sort(key=lambda number: -width[jobs[number].set])
     work = [(jobs[n].set, rows[n] * width[jobs[n].set] ** 2, width[jobs[n].set] ** 3 / _FACTORISED) for n in shared]

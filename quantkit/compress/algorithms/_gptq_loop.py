@@ -65,7 +65,7 @@ def settle_columns(
     dtype: torch.dtype = torch.float32,
     workspace: Workspace | None = None,
 ) -> Settled:
-    """Settle columns one by one; each column compensates for the errors of the columns settled before it.
+    """Choose the codes of one input column after another; each column compensates for the errors of earlier columns.
 
     Let H = L L', and let e be the error of a weight row w. The output error |L'e|^2 is a sum over columns. The term for
     column i is smallest if the code of column i is rounded from w_i + sum of L_ji e_j / L_ii over the settled columns
@@ -104,8 +104,8 @@ def settle_columns(
     for stop in range(rows.shape[0], 0, -block):
         start = max(stop - block, 0)
         span = slice(start, stop)
-        # Correction of each column of the block, times the column's pivot. Settling a column replaces its row of `due`
-        # by L'e.
+        # The correction of each column of the block, times the column's pivot. Once a column is settled, its row of
+        # `due` holds L'e instead.
         due = owed[span] if keep_errors else owed[: stop - start]
         errors.multiply(span, due)
         _settle(rows[span], due, codes[span], lower[span, span], grid._replace(groups=grid.groups[span]))
@@ -114,7 +114,7 @@ def settle_columns(
 
 
 class _Errors:
-    """Errors of the settled columns, as operands of products; see `settle_columns`.
+    """Errors of the columns whose codes are chosen, as operands of products; see `settle_columns`.
 
     Args:
         rows: (K, N); rows of settled columns hold errors.
@@ -149,7 +149,7 @@ class _Errors:
 
 
 def _settle(rows: Tensor, due: Tensor, codes: Tensor, lower: Tensor, grid: Grid) -> None:
-    """Settle a block of B columns, run by run.
+    """Choose the codes of a block of B columns, run by run.
 
     Args:
         rows: (B, N) weights, replaced by their errors.

@@ -14,11 +14,10 @@ from quantkit.models.linear_sets import LinearSet
 
 
 def can_fold(layer: LayerContext, group: LinearSet) -> bool:
-    """Whether scales of a set can be folded: divided out of the set's source and multiplied into its linears.
+    """Whether the scales of a set of linears can be divided out of the set's source and multiplied into its linears.
 
-    They cannot if the set has no source, or if the source or a linear already has codes. Nor can they if the number of
-    the source's outputs differs from that of the set's inputs, unless the outputs are value heads that are repeated.
-    Sets in `layer.data.unscaled` are not scaled either.
+    This needs a source, and neither the source nor a linear may have codes. The source must have as many outputs as the
+    set has inputs, or its outputs must be value heads that are repeated. Sets in `layer.data.unscaled` are not scaled.
     """
     if group.source is None or group.linears[0] in layer.data.unscaled:
         return False
@@ -66,10 +65,10 @@ def fold(layer: LayerContext, group: LinearSet, scales: Tensor) -> None:
 
 
 def _representable(layer: LayerContext, group: LinearSet, scales: Tensor) -> Tensor:
-    """Return the scales (K,) by which a source that adds an offset can divide exactly.
+    """Return the scales (K,) by which the source is really divided once its new weight is rounded to its stored dtype.
 
-    Near -1, the steps of bfloat16 are large beside 1 + weight, so rounding such a weight to its stored dtype can change
-    the scale much. The linears must be multiplied by the scale that the rounded weight stands for.
+    They differ from `scales` only if the source adds an offset, e.g. computes x * (1 + weight). For a weight near -1,
+    the steps of bfloat16 are large compared with 1 + weight. The linears must be multiplied by the returned scales.
     """
     if not group.source_offset:
         return scales

@@ -29,7 +29,8 @@ from quantkit.numerics.affine import search_parameters
 from quantkit.numerics.tensor import QuantizedTensor
 
 # One in this many sequences is held out from tuning. The error before and after tuning is measured on the held-out
-# sequences, because tuning on few sequences halves their own error while the error on other text grows.
+# sequences, because tuning on few sequences can halve the error of these sequences while the error on other text
+# grows.
 _HELD_OUT = 8
 
 # Largest default size of the first gradient step; larger ones were worse in measurements.
@@ -40,14 +41,14 @@ Tuned = dict[str, TunedWeight]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoRoundStep(Step):
-    """Signed gradient descent on rounding and ranges, a whole layer at a time.
+    """Tune rounding and ranges by signed gradient descent, a whole layer at a time.
 
     Args:
         iterations: number of gradient steps per layer.
         batch_size: number of sequences per gradient step. For the same total number of sequences, many steps of one
             sequence are better than a few steps of eight.
-        learning_rate: size of the first gradient step, which moves rounding offsets by this many codes, and scales by
-            half of this share of their initial values. The size falls linearly to zero. 0 = 4 / iterations, but at most
+        learning_rate: size of the first gradient step: rounding offsets move by this many codes, and scales by half
+            this fraction of their initial values. The size falls linearly to zero. 0 = 4 / iterations, but at most
             0.005.
     """
 
@@ -94,7 +95,8 @@ class AutoRoundStep(Step):
         otherwise return an empty text.
         """
         examples = Examples(layer)
-        # Spread evenly over the store, because its batches are sorted by length. A single sequence serves both uses.
+        # Spread evenly over the store, because its batches are sorted by length. A single sequence is used for both
+        # purposes.
         held_out = examples.sequences[:: min(_HELD_OUT, len(examples.sequences))]
         seen = [each for each in examples.sequences if each not in held_out] or held_out
         for name, weight in block.weights.items():
@@ -112,8 +114,8 @@ class AutoRoundStep(Step):
     def _descend(
         self, layer: LayerContext, block: TunedBlock, tuned: Tuned, examples: Examples, seen: list[tuple[int, slice]]
     ) -> bool:
-        """Run all gradient steps on some of the sequences; stop and return False as soon as the error is NaN or
-        infinite.
+        """Run all gradient steps on the sequences `seen`. Return False, without further steps, as soon as the error is
+        NaN or infinite.
         """
         first = self.learning_rate or min(_MOST_RATE, 4 / self.iterations)
         sequences = _shuffled(seen, f"{layer.seed}/{layer.name}")

@@ -73,7 +73,7 @@ class AwqStep(Step):
         weights = shared_by_heads(layer, group, relative_weight_size(layer, group))
         calls = layer.capture(group.parent, self.max_tokens)
         reference = [_output(layer, group.parent, call) for call in calls]
-        # Linears are rounded in place while scales are tried, so the layer must be put back after the search.
+        # Linears are rounded in place while scales are tried, so the search must restore their weights at the end.
         originals = {name: layer.weight(name).clone() for name in group.linears}
 
         def error(scales: Tensor, final: bool = False) -> float:

@@ -48,26 +48,26 @@ _NOISE, _LEAST_DAMPING, _MOST_DAMPING = 0.4, 0.01, 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptqStep(Step):
-    """Column-by-column rounding with error compensation.
+    """Round one input column after another, and let the remaining columns compensate for the error.
 
     Args:
         block_size: number of columns to round before one matrix product updates all remaining columns.
         damping: fraction of the Hessian's mean diagonal to add to the diagonal; raised step by step if the Hessian is
-            singular. None = 0.4 times the square root of K / T for T calibration tokens, limited to 0.01 to 1. The
-            noise of a Hessian that is measured on T tokens grows with this root.
+            singular. None = 0.4 times the square root of K / T for K inputs and T calibration tokens, limited to
+            0.01 to 1. The noise of a Hessian that is measured on T tokens grows with this root.
         act_order: order in which columns are rounded. "weight": columns with the largest inputs first; groups stay in
             place. "group": the same order, and each group consists of columns that follow each other in this order, so
             the format must store the group of each input. "none": from left to right.
         scale_search: whether to search the ranges with the least squared weight error; false = full ranges. Weighting
             the errors by the inputs was worse in measurements, because the loop moves errors to other columns anyway.
-        true_sequential: whether to collect the inputs of a set only after the earlier sets of the layer are quantized.
-            Set it if `asymmetric_calibration` is above 0; otherwise the KL of two real models at 4 bits was 1.5 and 1.9
-            times as large.
+        true_sequential: whether to collect the inputs of a set of linears only after the earlier sets of the layer are
+            quantized. Use it if `asymmetric_calibration` is above 0; otherwise the KL of two real models at 4 bits was
+            1.5 and 1.9 times as large.
         asymmetric_calibration: upper limit, 0 to 1, of the share of earlier layers' errors that this layer compensates
             for (GPTAQ). Cross-validation chooses the share, see `_gptq_asymmetric`. If the limit is above 0, the
             original model runs beside the quantized model, which takes more time and memory.
         refit: number of times to fit the scales to the codes, by least squares on the outputs, and then to choose the
-            codes again. Each time costs one more run of the loop. Only integer types are refitted.
+            codes again. Each time costs one more run of GPTQ's loop. Only integer types are refitted.
     """
 
     fixes_codes: ClassVar[bool] = True
@@ -95,8 +95,8 @@ class GptqStep(Step):
         """Return the extra memory at the peak, when the Hessian of the widest inputs is factorized; see `StepBytes`."""
         square = sizes.width**2
         # At the peak, Hessian and factor are whole (K, K) matrices. The cross Gram matrix is a third one, but has only
-        # one row per output if there are few outputs. Gram matrices of sets that are not solved yet take half a matrix
-        # each (a whole one if in two parts), and are no wider.
+        # one row per output if there are few outputs. Gram matrices of sets that are not solved yet are no wider. Each
+        # takes half a matrix, or a whole one if it is summed in two parts.
         cross = sizes.tallest if 2 * sizes.tallest <= square else square
         return StepBytes(statistics=4 * (2 * square + (cross if self.asymmetric_calibration else 0)))
 

@@ -22,7 +22,7 @@ _WIDEST_GRAM = 512
 
 
 class InputStatistics:
-    """Statistics of the inputs of one set: magnitudes per channel, and a Gram matrix per group if groups are narrow.
+    """Input statistics of one set of linears: magnitudes per channel, and a Gram matrix per group if groups are narrow.
 
     In the methods, `divisor` (K,) is the factor by which the inputs have been divided since the statistics were
     collected.

@@ -204,7 +204,7 @@ def _windows(
         stream += tokenizer(text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
         if len(stream) >= samples * step * _SURPLUS:
             break
-    # Windows are drawn from the whole surplus, not only from its beginning, because neighbouring texts are alike.
+    # Windows are drawn from all of these tokens, not only the first ones, because neighbouring texts may be similar.
     # A text that is shorter than one window is a sample too.
     starts = list(range(0, len(stream) - step + 1, step)) or [0]
     generator.shuffle(starts)

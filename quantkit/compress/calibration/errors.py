@@ -20,7 +20,7 @@ _ERROR_BLOCK = 1 << 21
 
 
 def row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Return slices that divide the rows of a weight into blocks; a float32 copy of a block needs little memory."""
+    """Return slices that divide the rows of a weight into blocks whose float32 copies need little memory."""
     step = max(1, _ERROR_BLOCK // width)
     return (slice(start, start + step) for start in range(0, rows, step))
 

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quantkit.models.linear_sets import ExpertLocation, find_expert
 
-# An expert that saw fewer tokens than this is under_calibrated: its own statistics would be mostly noise.
+# An expert that saw fewer tokens than this is under-calibrated: statistics of so few tokens are mostly noise.
 UNDER_CALIBRATED_TOKENS = 64
 
 
@@ -131,7 +131,7 @@ def show_all_tokens(
 def count_tokens(
     block: nn.Module, experts: Sequence[ExpertLocation], runs: Iterable[Callable[[], object]]
 ) -> dict[int, int]:
-    """Return the number of tokens that a layer's own router assigns to each expert, keyed by the expert's number.
+    """Return the number of tokens that a layer's router assigns to each expert, keyed by the expert's number.
 
     Args:
         block: the layer.

@@ -12,7 +12,7 @@ from quantkit.models.linear_sets import LinearSet
 
 
 def folded(block: nn.Module, group: LinearSet, scales: Tensor, head_dim: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield new values of a layer's parameters: the source of a set divides by `scales`, and later weights multiply.
+    """Yield new values of parameters: those of a set's source divided by `scales`, and those of its readers multiplied.
 
     Args:
         block: the layer; not modified, but the caller may replace each parameter when it gets the new value.

@@ -54,7 +54,8 @@ class HeldOut:
     Args:
         original: inputs of the layer in the original model: one batch, which only the first process runs.
         quantized: inputs in the model being quantized; None = equal to `original` (`calibration.inputs: original`).
-        measure: "held-out", or "calibration" if no text was left to hold out, so that statistics use these tokens too.
+        measure: "held-out", or "calibration" if no text was left to hold out. In the second case, the tokens are
+            calibration tokens, which statistics use too.
         num_tokens: number of calibration tokens, which decides how many held-out tokens are measured.
         layer: name of the layer to which the targets belong.
         targets: original outputs W o of each linear, (T, N) float32, keyed by relative name.
@@ -104,7 +105,7 @@ class HeldOut:
             original: function that returns the weight W of a linear as read from the source.
             is_last: whether this is the last layer.
         Returns:
-            The set whose scales must be left out, given by its first linear; None = the layer is done.
+            The first linear of the set whose scales must be left out; None = the layer is done.
         """
         store, rounded = self.quantized or self.original, list[str]()
         # Linears that keep the codes of the source already have an error.
@@ -147,8 +148,10 @@ class HeldOut:
         ]
 
     def _judged(self, layer: LayerContext, record: LinearRecord, weight: Tensor, inputs: Tensor | None) -> LinearRecord:
-        """Return a linear's record with its errors. They are errors of the outputs or, if no held-out token reached the
-        linear, because the layer does not use it, errors of the weight.
+        """Return a linear's record with the errors of its outputs or, if these cannot be compared, of its weight.
+
+        Outputs cannot be compared if no held-out token reached the linear in one of the two models, because the layer
+        did not use it there, or if different numbers of tokens reached it in the two models.
         """
         name, now, target = record.name, layer.weight(record.name), self.targets.get(record.name)
         rounded, one = plainly_rounded(layer, name, weight), torch.ones(1, device=now.device)

@@ -110,7 +110,7 @@ class ImageChat:
     """One sample with images.
 
     Args:
-        where: origin of the sample, for messages.
+        where: origin of the sample, for error messages.
         messages: a chat; each content is a list of `{"type": "image"}` and `{"type": "text", "text": ...}`.
         pictures: the image of each image part, in the order of the parts.
     """
@@ -296,7 +296,7 @@ def _read(path: Path) -> list[ImageChat]:
 
 
 def read_records(text: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield, for each line of a .jsonl file's text, its place (file and line number, for messages) and its object.
+    """Yield, for each line of a .jsonl file's text, its file and line number (for error messages) and its object.
 
     Raises:
         DataError: a line is not a JSON object.

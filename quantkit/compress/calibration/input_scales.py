@@ -90,7 +90,7 @@ def calibrate_inputs(layer: LayerContext, method: RangeMethod) -> None:
             assert scheme is not None
             scale = input_scale(torch.tensor(largest, device=layer.device), scheme, layer.scale_dtype[name])
             layer.chosen.quantized[name] = replace(layer.chosen.quantized[name], input_scale=scale)
-    layer.stream.forget()  # from here on inputs are rounded
+    layer.stream.forget()  # the stored results were computed with inputs that were not rounded yet
 
 
 def _inputs(layer: LayerContext) -> list[list[str]]:
@@ -106,7 +106,7 @@ def _inputs(layer: LayerContext) -> list[list[str]]:
 
 
 def _choose(seen: InputRange, scheme: ActivationScheme, method: RangeMethod) -> float:
-    """Return the largest magnitude that the scale must cover."""
+    """Return the magnitude that the scale must cover: the largest one or, with "mse", the one with the least error."""
     # In a dynamic scheme, the calibrated scale is a global one. Groups get their own scales at run time, so clipping
     # would not help.
     if method == "absmax" or seen.largest == 0 or scheme.dynamic:

@@ -55,7 +55,7 @@ class LayerContext:
     Args:
         name: full module name, e.g. `model.layers.3`.
         stream: the layer with its weights, in the compute dtype on the compute device, and its inputs.
-        sets: linears that share an input, in execution order, including ignored ones.
+        sets: sets of linears that share an input, in execution order; ignored linears are included.
         schemes: scheme of each linear to quantize, by relative name.
         scale_dtype: dtype in which scales are stored, by relative name.
         head_dim: width of an attention head.

@@ -45,8 +45,8 @@ class LayerChoices:
         ranges: ranges that a step chose for the later rounding.
         quantized: quantized weights; the layer computes with their dequantized values.
         solved: linears for which a step chose the codes, not only the ranges.
-        tensor_largest: see `WeightGrid`; keyed by the first of the linears that share a tensor-wide scale. It is fixed
-            when the first of them gets codes.
+        tensor_largest: see `WeightGrid`; keyed by the first of the linears that share a tensor-wide scale. A value
+            is fixed when the first of these linears gets codes.
         cache_scales: scales of the KV cache, which are written beside the weights.
         records: errors and sizes of the quantized linears.
         notes: remarks for the user, one sentence each.

@@ -23,7 +23,8 @@ _PANEL = 512
 # Tokens copied at once for the product.
 _TOKENS = 1024
 # Maximum norm of a token, in units of the median norm; larger tokens are scaled down to it. The first token of a text,
-# and a few others, have norms a hundred times as large. They are all alike and say hardly anything about other texts.
+# and a few others, have norms a hundred times as large. These tokens are alike in all texts, so they say hardly
+# anything about other tokens.
 _LARGEST_NORM = 2.0
 # Number of random combinations of outputs that stand for all outputs in an estimate of the error.
 _SKETCHED = 256
@@ -123,7 +124,7 @@ class _MeanMatrix:
         self.num_tokens = 0
 
     def _part(self, panel: slice) -> tuple[int, int]:
-        """Return the shape of the stored part of these rows: all columns, or in a subclass only the first columns."""
+        """Return the shape of the stored part of the rows `panel`: all columns or, in a subclass, the first ones."""
         return panel.stop - panel.start, self._shape[1]
 
     def chunks(self, *rows: Tensor) -> Iterator[tuple[int, list[Tensor]]]:

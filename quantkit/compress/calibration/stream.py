@@ -64,7 +64,7 @@ class Structure:
     ends: dict[str, End] = field(default_factory=dict)
 
     def without(self, linears: Collection[str]) -> list[str]:
-        """Return the modules that contain none of the given linears, but not those inside another such module."""
+        """Return the outermost modules that contain none of the given linears."""
         names = [name for name, inside in self.modules.items() if inside.isdisjoint(linears)]
         return [name for name in names if not _is_in_any(name, names)]
 
@@ -215,7 +215,7 @@ class Stream:
         finish = [name for name in to_keep if any(_is_inside(linear, name) for linear in linears)]
         with removed_after(hooks), self.replaying(number, linears):
             probe(self.block, linears, on_call, run, all_tokens=all_tokens, finish=finish)
-        # Results of modules inside another stored module are no longer needed.
+        # Results of modules inside a module whose result is stored are no longer needed.
         for module in [name for name in kept if _is_in_any(name, kept)]:
             del kept[module]
 

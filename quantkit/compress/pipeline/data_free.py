@@ -40,13 +40,13 @@ from quantkit.numerics.kv_cache import scheme_to_dict
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.results import CacheRecord, LayerRecord, LinearRecord, TowerRecord
 
-# Memory that a worker adds, as a multiple of its weight's bytes: the weight, then its codes (new and read back) and the
-# tensors that store them.
+# Memory of one worker, as a multiple of the bytes of the weight that it rounds: the weight, then its codes (new and
+# read back) and the tensors that store them.
 _COPIES = 1.5
 # Memory of all workers together, in addition to two of the largest weights.
 _CAPACITY_BYTES = 640 << 20
-# A file of towers is full when the source weights of its linears have this many bytes. Its codes stay in
-# memory until the file is written.
+# A file of towers is full when the source weights of its linears take this many bytes. The codes of a file stay in
+# memory until it is written.
 _FILE_BYTES = 1 << 30
 
 
@@ -82,7 +82,9 @@ def round_layers(run: CompressionRun, threads: int) -> None:
 def _round_own(
     run: CompressionRun, todo: Sequence[int], threads: int
 ) -> Generator[tuple[LayerRecord, str, str, list[str]]]:
-    """Yield for each layer of this process, in order: its record, file name, the file's SHA-256 and tensor names."""
+    """Quantize the layers of this process in order. Yield the record of each layer, and the name, SHA-256 and tensor
+    names of its file.
+    """
     started, pending = time.perf_counter(), deque[_Rounding]()
     importance = read_importance(run.plan)
     with ThreadPoolExecutor(_num_workers(run.plan, threads)) as workers, ThreadPoolExecutor(1) as writer:
@@ -102,7 +104,7 @@ def _round_own(
 
 
 def _num_workers(plan: Plan, threads: int) -> int:
-    """Return the number of workers: one per thread, or fewer if the memory does not suffice for the largest linears."""
+    """Return the number of workers: one per thread, or fewer if so many of the largest linears need too much memory."""
     shapes = [shape for i in range(plan.skeleton.num_layers) for shape in plan.skeleton.linear_shapes(i).values()]
     largest = max((rows * width for rows, width in shapes), default=1) * plan.source_dtype.itemsize
     return max(1, min(threads, int((_CAPACITY_BYTES + 2 * largest) / (_COPIES * largest))))
@@ -133,7 +135,7 @@ def _start(
 
 
 def _parts(plan: Plan, index: int) -> Iterator[LinearSet]:
-    """Yield groups of linears to round together. A linear is alone unless it shares a tensor-wide scale with others."""
+    """Yield groups of linears to round together: linears that share a tensor-wide scale, or else a single linear."""
     schemes = plan.layers[index]
     for group in plan.sets(index):
         parts: dict[object, list[str]] = {}
@@ -159,9 +161,10 @@ def round_linears(
         schemes: scheme of each linear, keyed by relative name; linears outside `group` are ignored.
         shard: receives the codes.
         keep: whether to apply the recipe's `keep: source` rules.
-        importance: factor of each input's squared rounding error, (K,), keyed by the linear's full name.
+        importance: weights (K,) of the squared rounding errors, one per input, keyed by the linear's full name. Linears
+            without an entry weight all errors equally.
     Returns:
-        Records of the linears, and notes for the user.
+        The choices made for the linears, with their records and notes for the user.
     """
     read = plan.skeleton.read_finite
     weights = {name: read(f"{owner}.{name}.weight").to(plan.skeleton.device) for name in group.linears}
@@ -188,7 +191,7 @@ def round_linears(
 
 
 def _block(weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module with only these linears. `weights` is keyed by the linears' relative names."""
+    """Return a module that contains only linears with these weights, keyed by the linears' relative names."""
     block = nn.Module()
     for name, weight in weights.items():
         owner, (*parents, leaf) = block, name.split(".")
@@ -212,7 +215,7 @@ def _others(plan: Plan, index: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[LayerRecord, str, str, list[str]]:
-    """Wait for a layer, and return its record, its file name, the file's SHA-256 and tensor names."""
+    """Wait until a layer is on disk. Return its record, and the name, SHA-256 and tensor names of its file."""
     plan, listener = run.plan, run.listener
     name, goal = plan.skeleton.layer_name(layer.number), plan.recipe.kv_cache
     listener.layer_started(layer.number, name)
@@ -238,7 +241,7 @@ def _finish(run: CompressionRun, layer: _Rounding, started: float) -> tuple[Laye
 
 
 def write_towers(plan: Plan, state: RunState, folder: Path) -> tuple[TowerRecord | None, TowerRecord | None]:
-    """Quantize and write the linears outside the decoder layers that the recipe selects.
+    """Quantize and write the linears that the recipe selects outside the decoder layers.
 
     Args:
         plan: plan of the run.
@@ -262,7 +265,9 @@ def write_towers(plan: Plan, state: RunState, folder: Path) -> tuple[TowerRecord
 
 
 def _write_beside(plan: Plan, state: RunState, folder: Path, owners: Sequence[str], kind: str) -> list[LinearRecord]:
-    """Quantize and write the linears of these modules; return their records, with full names."""
+    """Quantize the linears of these modules, and write them to files whose names contain `kind`. Return the linears'
+    records, with full names.
+    """
     records: list[LinearRecord] = []
     files = list(_files(plan, owners))
     for number, groups in enumerate(files):
@@ -279,9 +284,10 @@ def _write_beside(plan: Plan, state: RunState, folder: Path, owners: Sequence[st
 
 
 def _files(plan: Plan, owners: Sequence[str]) -> Iterator[list[tuple[str, tuple[str, ...]]]]:
-    """Yield, for each file, the modules whose linears it contains, each with the names of these linears.
+    """Yield, for each file to write, the modules whose linears it gets, each with the names of these linears.
 
-    A tower's module stays in one file; the linears of an MTP head, which may have hundreds of experts, may be divided.
+    The linears of one tower module go into one file. Those of an MTP head, which may have hundreds of experts, may be
+    divided among several files.
     """
     groups: list[tuple[str, tuple[str, ...]]] = []
     size = 0

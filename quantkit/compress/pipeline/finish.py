@@ -1,5 +1,7 @@
-"""Turn finished layers into a checkpoint: write all other tensors and files, check everything, and record the result,
-in a folder's manifest or in the entries `quantkit.*` of a GGUF file.
+"""Turn finished layers into a checkpoint.
+
+`finish_run` writes all other tensors and files, checks the whole checkpoint, and records the result in its manifest.
+`made_by` returns the entries `quantkit.*` with which a GGUF file records how it was made.
 """
 
 import hashlib
@@ -44,11 +46,11 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
     """Write everything outside the decoder layers, check the checkpoint, and return the result.
 
     Args:
-        run: a run whose layers are all done; the last shard is added to its state.
+        run: a run whose layers are all done; the files with all other tensors are added to its state.
         started: time at which the run started, from `time.perf_counter`.
     Raises:
         AuditError: the checkpoint differs from the plan.
-        CheckpointError: the source has changed.
+        CheckpointError: a file of the source has changed during the run.
         GateFailure: transformers would load other values than were written.
     """
     finishing = time.perf_counter()
@@ -70,8 +72,8 @@ def finish_run(run: CompressionRun, started: float) -> CompressionResult:
 
 
 def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearRecord, ...]) -> int:
-    """Write everything outside the decoder layers, and check it together with the layers; return the size of all
-    tensors in bytes.
+    """Write the tensors that are copied unchanged, and the other files. Check the whole checkpoint, and return the size
+    of all its tensors in bytes.
     """
     stored, shard = plan.reader.stored_name, shard_name(plan.skeleton.num_layers, plan.skeleton.num_layers)
     state.shards[shard] = copy_tensors(plan.reader, plan.rest, folder / shard, stored)
@@ -89,7 +91,7 @@ def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearR
 
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
-    """Return new warnings, not yet shown to the user, about loading the checkpoint; see `check_loads`."""
+    """Check that transformers loads the checkpoint, see `check_loads`. Return warnings that the plan has not given."""
     if plan.format.suffix:  # users load the file that is made from the folder, not the folder
         return []
     # Do not check the experts if the plan has already warned that they do not load. With `decode_at_load`, loaders
@@ -102,13 +104,18 @@ def _check_loads(plan: Plan, folder: Path) -> list[str]:
 def audit_checkpoint(
     folder: Path, plan: Plan, records: Sequence[LayerRecord], towers: Sequence[LinearRecord] = ()
 ) -> None:
-    """Check that every planned linear is quantized, everything else is unchanged, and sizes are as planned.
+    """Check that a complete checkpoint matches the plan and the records.
+
+    The quantized linears must be the planned ones, with their recorded sizes. Ignored linears must keep their dtype,
+    and tensors that are copied unchanged must equal those of the source.
 
     Args:
-        folder: the assembled checkpoint.
-        plan: the run's plan.
+        folder: folder of the checkpoint.
+        plan: plan of the run.
         records: records of all layers.
-        towers: records of the linears quantized outside the layers, with full names.
+        towers: records of the linears that are quantized outside the layers, with full names.
+    Raises:
+        AuditError: the checkpoint differs; the message says where.
     """
     reader = ModelReader(folder, plan.family)
     done = {f"{layer.name}.{linear.name}": linear for layer in records for linear in layer.linears}
@@ -117,7 +124,10 @@ def audit_checkpoint(
         weight = f"{name}.weight"
         source, kept = (one.info(weight).dtype if weight in one else None for one in (plan.reader, reader))
         if source != kept:
-            raise AuditError(f"{name} should have stayed unquantized, but its weight is {kept}")
+            raise AuditError(
+                f"{name} must stay unquantized, but its weight is {kept or 'missing'} instead of {source}; "
+                "please report this defect of quantkit"
+            )
     _check_tied(plan, reader)
     plan.format.check_config(reader.config, plan.linears, plan.ignored)
 
@@ -126,7 +136,8 @@ def _check_targets(plan: Plan, reader: CheckpointReader, done: Mapping[str, Line
     planned = set(plan.linears)
     if planned != set(done):
         raise AuditError(
-            f"quantized {len(done)} linears, planned {len(planned)}; they differ in {sorted(planned ^ set(done))[:3]}"
+            f"{len(done)} linears were quantized, but {len(planned)} were planned; the differences include "
+            f"{', '.join(sorted(planned ^ set(done))[:3])}; please report this defect of quantkit"
         )
     for name, record in done.items() if plan.format.keeps_codes else ():
         names = [other for other in reader.names if other.startswith(f"{name}.") and not other.endswith(_BESIDE)]
@@ -134,7 +145,8 @@ def _check_targets(plan: Plan, reader: CheckpointReader, done: Mapping[str, Line
         expected = round(record.bits_per_weight * math.prod(record.shape) / 8)
         if stored != expected:
             raise AuditError(
-                f"{name} takes {stored} bytes on disk, but {record.bits_per_weight} bits per weight take {expected}"
+                f"{name} takes {stored} bytes on disk, but its recorded {record.bits_per_weight} bits per weight take "
+                f"{expected}; please report this defect of quantkit"
             )
 
 
@@ -143,16 +155,21 @@ def _check_tied(plan: Plan, reader: CheckpointReader) -> None:
     for name in (head, embedding):
         if (name in plan.reader) != (name in reader):
             has, lacks = ("source", "checkpoint") if name in plan.reader else ("checkpoint", "source")
-            raise AuditError(f"the {lacks} lacks {name}, which the {has} has; tied weights would break")
+            raise AuditError(
+                f"the {lacks} lacks {name}, which the {has} has, so loaders would tie weights differently; "
+                "please report this defect of quantkit"
+            )
     for name in plan.rest:
         if _digest(plan.reader, name) != _digest(reader, name):
-            raise AuditError(f"{name} differs from the source")
+            raise AuditError(f"tensor {name} differs from the source; please report this defect of quantkit")
     if plan.reader.config.get("tie_word_embeddings") != reader.config.get("tie_word_embeddings"):
-        raise AuditError("tie_word_embeddings changed")
+        raise AuditError(
+            "tie_word_embeddings in config.json differs from the source; please report this defect of quantkit"
+        )
 
 
 def _digest(reader: CheckpointReader, name: str) -> bytes:
-    """Return the SHA-256 of a tensor's bytes. It does not depend on how a reader cuts the tensor into chunks."""
+    """Return the SHA-256 of a tensor's bytes, whatever the chunks in which the reader yields them."""
     digest = hashlib.sha256()
     for chunk in reader.chunks(name):
         digest.update(chunk)
@@ -160,7 +177,7 @@ def _digest(reader: CheckpointReader, name: str) -> bytes:
 
 
 def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, ...]]:
-    """Return schemes and ignored modules under module names and, if these differ, under the names in the files.
+    """Return the plan's schemes and ignored modules, under module names and, if these differ, under the files' names.
 
     transformers, and loaders that copy transformers' modules, use module names. Other loaders use the names in the
     files, which may follow an older naming.
@@ -215,7 +232,10 @@ def _describe(
 
 
 def _adapter_record(plan: Plan) -> AdapterRecord | None:
-    """Return the record of the adapter that this run merged, or else of the adapter that was merged into the source."""
+    """Return the record of the adapter that this run merged, or else of the adapter that was merged into the source.
+
+    None if neither exists.
+    """
     from quantkit.inspection import merged_record  # imports the gguf package
 
     if (adapter := plan.adapter) is None:
@@ -245,8 +265,8 @@ def _unquantized(plan: Plan) -> dict[str, int]:
 
 
 def _write_manifest(plan: Plan, state: RunState, folder: Path, result: CompressionResult) -> None:
-    """Write `quantkit.json`, which describes the result, and `quantkit-run.json`, which has the timings and differs in
-    every run.
+    """Write `quantkit.json`, which describes the result and is equal in equal runs, and `quantkit-run.json`, which adds
+    folder names, times and memory.
     """
     from quantkit.inspection import merged_digests  # imports the gguf package
 
@@ -279,16 +299,17 @@ def _write_manifest(plan: Plan, state: RunState, folder: Path, result: Compressi
 
 
 def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | float]:
-    """Return the `quantkit.*` entries of a GGUF file that a recipe makes.
+    """Return the `quantkit.*` entries with which a GGUF file records how it was made.
 
     Args:
-        recipe: the recipe. In its entry, files are named without their folders.
+        recipe: the recipe that made the file. Its entry names other files without their folders.
         model: folder of the original model.
         codes: finished folder of the run, whose manifest has the digest of the calibration tokens.
     Returns:
         `quantkit.version` and `quantkit.recipe` (YAML that `quantkit quantize` reads). With calibration data, also
         `quantkit.calibration.sha256` (of the text file) and `quantkit.calibration.tokens_sha256`. If a search
-        wrote the recipe, also `quantkit.measured.*`; see `recipe.schema.Measured`. `convert` adds the adapters.
+        wrote the recipe, also `quantkit.measured.*`; see `recipe.schema.Measured`. `convert` adds entries about
+        adapters.
     """
     entries: dict[str, str | int | float] = {
         "quantkit.version": own_version("unknown"),
@@ -305,7 +326,7 @@ def made_by(recipe: Recipe, model: Path, codes: Path) -> dict[str, str | int | f
 
 
 def measured_entries(recipe: Recipe) -> dict[str, str | int | float]:
-    """Return the entries of `made_by` about what a search measured; none if no search wrote the recipe."""
+    """Return the entries `quantkit.measured.*`, see `made_by`; none if no search wrote the recipe."""
     return {f"quantkit.measured.{key}": value for key, value in (recipe.measured or {}).items()}
 
 

@@ -42,16 +42,19 @@ def collect_imatrix(
     overwrite: bool = False,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> ImportanceMatrix:
-    """Run calibration text through a model, layer by layer, and write the mean square of each input of its linears.
+    """Run calibration text through a model layer by layer, and write a GGUF file with the mean square of each input of
+    each linear.
 
     Args:
         model: directory or hub id; None = the bundled demo model.
         output: GGUF file to write.
-        data, samples, sequence_length, seed: see the fields of a recipe's `calibration`.
+        data, samples, sequence_length, seed: see `calibration` and `seed` of a recipe.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         overwrite: replace an existing file.
         progress: called before each layer with the number of finished layers, the number of layers, and the layer's
             name.
+    Returns:
+        The importance matrix that was written.
     Raises:
         InputError: model, data or output cannot be used.
     """
@@ -118,7 +121,7 @@ def read_importance(plan: Plan) -> dict[str, Tensor]:
 
 
 def _recipe(data: str, samples: int, sequence_length: int, seed: int) -> Recipe:
-    """Return a recipe that serves only to read these samples; it quantizes nothing."""
+    """Return a recipe with these calibration settings, with which nothing is quantized."""
     calibration = {"data": data, "samples": samples, "sequence_length": sequence_length}
     fields = {"name": "imatrix", "weights": {"dtype": "int8"}, "steps": ["rtn"], "seed": seed}
     return build({**fields, "calibration": calibration}, "imatrix")
@@ -127,14 +130,18 @@ def _recipe(data: str, samples: int, sequence_length: int, seed: int) -> Recipe:
 def _gguf_names(plan: Plan) -> dict[str, str]:
     """Return the name in GGUF files of every linear in the layers, keyed by full name."""
     if plan.family.gguf is None or plan.discovery is not None:
-        raise ModelError(f"{plan.model}: quantkit does not know what GGUF files call this model's tensors")
+        raise ModelError(
+            f"{plan.model}: quantkit does not know the names of this model's tensors in GGUF files, so it can neither "
+            "make nor use an importance matrix for the model"
+        )
     own = layer_names(describe(plan.reader.config, plan.family, plan.model))
     names = {}
     for index in range(plan.skeleton.num_layers):
         for name in plan.skeleton.linear_shapes(index):
             if name not in own:
                 raise ModelError(
-                    f"{plan.model}: GGUF files have no tensor for {name} alone; they store all experts in one tensor"
+                    f"{plan.model}: GGUF files store all experts of a layer in one tensor, not {name} alone; quantkit "
+                    "supports no importance matrix for such models"
                 )
             names[f"{plan.skeleton.layer_name(index)}.{name}"] = f"blk.{index}.{own[name]}.weight"
     return names

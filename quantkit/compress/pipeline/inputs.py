@@ -47,7 +47,7 @@ def read_samples(plan: Plan) -> Samples | None:
     limit = plan.reader.config.get("max_position_embeddings")
     if limit is None or calibration.sequence_length <= limit:
         return samples
-    text = f"sequence_length {calibration.sequence_length} exceeds the model's {limit} positions"
+    text = f"calibration.sequence_length is {calibration.sequence_length}, but the model has only {limit} positions"
     return replace(samples, warnings=(*samples.warnings, text))
 
 
@@ -63,7 +63,7 @@ def _read_texts(plan: Plan, calibration: CalibrationSection, number: int) -> Sam
 
 
 def _read_images(plan: Plan, calibration: CalibrationSection) -> ImageSamples | None:
-    """Return samples with images, if the recipe asks for them; otherwise None."""
+    """Return the calibration samples with images; None if the recipe asks for none."""
     if calibration.images is None:
         return None
     if plan.discovery is None or not plan.skeleton.tower_linears():
@@ -82,8 +82,8 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
     """Yield inputs of the first layer, on the CPU: hidden states (B, T, D) of several samples of equal length, or the
     `LayerCall` of one sample.
 
-    A sample with images is a `LayerCall`. Such samples are spread evenly among the others, because some steps use only
-    the first tokens.
+    A sample with images is a `LayerCall`. Samples with images are spread evenly among those without, because some steps
+    use only the first tokens of the data.
     """
     if samples.images is None:
         yield from _embed_texts(plan, samples.texts)
@@ -98,7 +98,7 @@ def embed(plan: Plan, samples: Samples) -> Iterator[Batch]:
 
 
 def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
-    """Yield the `LayerCall` of each sample with images; the towers are in memory only while this runs."""
+    """Yield the `LayerCall` of each sample with images. Only this generator holds the towers in memory."""
     family, skeleton = with_tower_names(plan.family, plan.source), plan.skeleton
     used = {token for ids in images.token_ids for token in ids}
     reader = ModelReader.of(plan.source, family)
@@ -108,7 +108,7 @@ def _embed_images(plan: Plan, images: ImageSamples) -> Iterator[Batch]:
 
 
 def _embed_texts(plan: Plan, samples: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    """Embed samples without images. Only the embedding rows of tokens that occur are read."""
+    """Yield the first layer's inputs for samples without images. Only embedding rows of tokens that occur are read."""
     if plan.family.hands_on:
         yield from (plan.skeleton.first_call(torch.tensor([ids])) for ids in samples)
         return
@@ -202,7 +202,7 @@ def advance(stores: Sequence[ActivationStore], layer: LayerContext, first: Tenso
     """
     layer.check_runs(first)
     forwards: list[Callable[[int, Batch], Batch]] = [layer.advance]
-    if layer.data.original is not None:  # otherwise the original's outputs are known or not needed
+    if layer.data.original is not None:  # otherwise the original's outputs are already stored, or not needed
         forwards.append(layer.data.original.advance)
     for store, forward in zip(stores, forwards, strict=False):
         store.advance(forward)

@@ -19,7 +19,7 @@ from quantkit.results import LinearRecord
 def check_kept(
     recipe: Recipe, reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]
 ) -> tuple[str, ...]:
-    """Check that the source's codes can be kept bit for bit. Only one linear of each scheme is tested.
+    """Check that linears with `keep: source` can keep the source's codes bit for bit; test one linear of each scheme.
 
     Args:
         recipe: the recipe.
@@ -48,14 +48,14 @@ def check_kept(
     changed = {scheme for scheme, names in kept.items() if reader.stored_scheme(f"{names[0]}.weight") != scheme}
     return tuple(
         f"{len(names)} linears keep the codes of the source ({scheme.describe()}"
-        + ("; linears whose scales have no exact form are rounded)" if scheme in changed else ")")
+        + ("; linears whose scales this scheme cannot hold exactly are rounded)" if scheme in changed else ")")
         for scheme, names in kept.items()
     )
 
 
 def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None:
-    """Set the source's codes in the linears of a layer that keep them. A linear does not keep codes that have no exact
-    form in its scheme; a note then says so.
+    """Give the linears of a layer with `keep: source` the codes of the source. If a linear's scheme cannot hold its
+    codes exactly, leave the linear without codes, and add a note.
     """
     names = [name for name in layer.schemes if recipe.scheme.keeps(f"{layer.name}.{name}")]
     others: dict[str, QuantizedTensor] = {}
@@ -80,8 +80,8 @@ def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None
 
 
 def _keep(layer: LayerContext, name: str, weight: QuantizedTensor) -> None:
-    """Set the codes of a linear; no step changes them. The layer then computes with their dequantized values, as after
-    `LayerContext.commit`.
+    """Set the codes of a linear, which no later step changes. From then on, the layer computes with their dequantized
+    values, as after `LayerContext.commit`.
     """
     if weight.input_scale is not None:
         weight = replace(weight, input_scale=weight.input_scale.to(layer.device))

@@ -1,4 +1,6 @@
-"""Handle a recipe's KV cache: check it early, calibrate it for each layer, write it, and read it back."""
+"""Check a recipe's KV cache before the run, calibrate it for each layer, describe it in config.json, and verify the
+result.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,7 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     inner = config.get("text_config")
     described = {**(inner if isinstance(inner, Mapping) else {}), **config}
     kinds = {str(kind) for key in _KINDS for kind in described.get(key) or ()}
-    # "linear_attention" contains the word attention, but keeps a state.
+    # A layer of the kind "linear_attention" keeps a state, although the name contains the word attention.
     others = sorted(kind for kind in kinds if not any(word in kind for word in _ATTENDS) or "linear" in kind)
     kept = f"some layers of this model keep a state instead of keys and values ({', '.join(others)})" if others else ""
     if latent := described.get("kv_lora_rank"):
@@ -53,7 +55,7 @@ def check_cache(recipe: Recipe, config: Mapping[str, Any]) -> None:
     if goal.has_fixed_scales and not format_.holds_cache_scales:
         raise SchemeError(
             f"format {recipe.format!r} cannot store scales of the KV cache: set format={scaled}, "
-            "or kv_cache.granularity=token, which needs none"
+            "or kv_cache.granularity=token, which needs no stored scales"
         )
     if not format_.describes_cache:
         raise SchemeError(f"format {recipe.format!r} cannot describe a KV cache: set format={scaled}")
@@ -97,7 +99,7 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
     """
     for name, scale in scales.items():
         if not bool(((scale > 0) & torch.isfinite(scale)).all()):
-            raise AuditError(f"{name} is zero, negative or not finite")
+            raise AuditError(f"the scale {name} is zero, negative or not finite; please report this defect of quantkit")
 
 
 def with_cache(
@@ -141,11 +143,15 @@ def check_cache_written(
     for index, record in enumerate(records):
         kept = record.kv_cache
         if kept is None or schemes is None or schemes[index] != scheme_from_dict(kept.scheme):
-            raise AuditError(f"{record.name}: the KV cache in config.json differs from the one that was chosen")
+            raise AuditError(
+                f"{record.name}: the KV cache in config.json differs from the chosen one; please report this defect of "
+                "quantkit"
+            )
         for side, scales in (("k", kept.key_scale), ("v", kept.value_scale)):
             names = [n for n in reader.names if n.startswith(f"{record.name}.") and n.endswith(f".{side}_scale")]
             stored = [value for name in names for value in reader.tensor(name).flatten().tolist()]
             if len(stored) != len(scales) or not all(map(math.isclose, stored, scales)):
                 raise AuditError(
-                    f"{record.name}: the stored {side}_scale is {stored}, but the calibrated one is {list(scales)}"
+                    f"{record.name}: the stored {side}_scale is {stored}, but the calibrated one is {list(scales)}; "
+                    "please report this defect of quantkit"
                 )

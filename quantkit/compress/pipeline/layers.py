@@ -43,7 +43,9 @@ from quantkit.numerics.tensor import QuantizedTensor
 from quantkit.output.writer import writing
 from quantkit.results import CacheRecord, LayerRecord
 
-_MOST_ATTEMPTS = 4  # attempts that each leave out the scales of one more set
+# If linears are still worse than rounding to nearest after this many attempts to quantize a layer, the next attempt
+# moves no scales. After each earlier attempt, the next leaves out the scales of one more set of linears.
+_MOST_ATTEMPTS = 4
 
 
 @contextmanager
@@ -63,8 +65,8 @@ def calibrate_layers(runs: Sequence[CompressionRun], samples: Samples, mode: Mod
     """Quantize, check, write and record all unfinished layers. Earlier layers compute the calibration inputs.
 
     Args:
-        runs: one run, or several runs whose recipes differ only in how they quantize weights and use
-            `calibration.inputs: original`.
+        runs: one run; or several runs with `calibration.inputs: original` whose recipes differ only in how they
+            quantize weights.
         samples: calibration samples, the same for all runs.
         mode: see `ActivationStore`.
     """
@@ -143,7 +145,8 @@ def _compress_layer(
     shared: dict[Hashable, Any] | None,
     phase: Phase,
 ) -> tuple[LayerContext, Tensor | None, CacheRecord | None]:
-    """Choose the codes of a layer. If scales make a linear worse than rounding to nearest, repeat without these scales.
+    """Choose the codes of a layer. If scales that a step moved into a linear make it worse than rounding to nearest,
+    choose again without these scales.
 
     Return the finished layer, the original layer's output for the first sequence (None in processes that do not write),
     and the record of the KV cache (None if the recipe does not set one).
@@ -168,13 +171,14 @@ def _compress_layer(
         if not spoiled:
             break
         attempts += 1
-        # If many sets make a linear worse, e.g. sets of experts, another attempt for each would take too long.
+        # If the scales of many sets make linears worse, e.g. in experts, an attempt for each set would take too long.
         unscaled |= {spoiled} if attempts < _MOST_ATTEMPTS else frozenset(layer.data.divisors)
         del layer  # before it is loaded again
     if unscaled:
         names = ", ".join(sorted(unscaled))
         layer.chosen.notes.append(
-            f"inputs of {names} are not scaled, because with scales a held-out error was above that of plain rounding"
+            f"inputs of {names} are not scaled, because with scales the error on held-out tokens was larger than with "
+            "rounding to nearest"
         )
     return layer, reference, cache
 
@@ -241,7 +245,8 @@ def layer_context(
 
 
 def _owners(plan: Plan, index: int) -> dict[str, int]:
-    """Return the process that quantizes each set of linears, keyed by the set's first linear, with balanced costs.
+    """Assign each set of linears to the process that quantizes it, with balanced costs; keyed by the set's first
+    linear.
 
     The result is empty if a step needs all sets in one process.
     """
@@ -280,7 +285,7 @@ def write_layer(plan: Plan, index: int, layer: LayerContext, folder: Path) -> tu
 
 
 def add_linears(plan: Plan, layer: LayerContext, shard: Shard) -> None:
-    """Encode the codes of a layer and add them to its shard.
+    """Encode the codes of a layer, add them to its shard, and record the bits per weight that they take.
 
     Args:
         plan: plan of the run.
@@ -309,7 +314,7 @@ def write_audited_shard(plan: Plan, file: str, shard: Shard, folder: Path) -> tu
 
 
 def _others(plan: Plan, layer: LayerContext, written: Container[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the unquantized tensors of a layer in the source's dtype."""
+    """Yield the tensors of a layer that are neither quantized nor among `written`, in the source's dtype."""
     parameters = {f"{layer.name}.{key}": value for key, value in layer.block.named_parameters()}
     quantized = {f"{layer.name}.{name}.weight" for name in layer.chosen.quantized}
     for name in plan.reader.names:
@@ -323,15 +328,17 @@ def _others(plan: Plan, layer: LayerContext, written: Container[str]) -> Iterato
 
 
 def check_weight(prefix: str, weight: QuantizedTensor) -> None:
-    """Check that no scale is zero, NaN or infinite, and that no code is outside its type."""
+    """Check that no scale of a weight is zero, NaN or infinite, and that no code is outside the range of its type."""
     scale = weight.scale.float()
     if not bool(((scale != 0) & torch.isfinite(scale)).all()):
-        raise AuditError(f"{prefix}: a scale is zero or not finite")
+        raise AuditError(f"{prefix}: a scale is zero or not finite; please report this defect of quantkit")
     dtype = weight.scheme.dtype
     for rows in row_blocks(*weight.codes.shape):
         low, high = weight.codes[rows].float().aminmax()
         if not dtype.minimum <= low <= high <= dtype.maximum:  # also true for NaN
-            raise AuditError(f"{prefix}: a code is outside {dtype.name}")
+            raise AuditError(
+                f"{prefix}: a code is outside the range of {dtype.name}; please report this defect of quantkit"
+            )
 
 
 def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_bytes: int) -> None:
@@ -345,4 +352,7 @@ def check_size(prefix: str, weight: QuantizedTensor, scheme: LinearScheme, num_b
         planned += rows * width * (8 - bits) // 8  # with integer activations, each code is stored in a byte
     padding = 4 * (rows + groups + width) + (bits * groups * rows // 8 if weight.zero_point is None else 0)
     if not planned <= num_bytes <= planned + padding:
-        raise AuditError(f"{prefix} takes {num_bytes} bytes, but {planned} to {planned + padding} were planned")
+        raise AuditError(
+            f"{prefix} takes {num_bytes} bytes, but {planned} to {planned + padding} were planned; please report this "
+            "defect of quantkit"
+        )

@@ -1,4 +1,4 @@
-"""Check whether transformers can load the result, both before the work and for the finished checkpoint.
+"""Check whether transformers can load the result: before the run, from the plan, and after it, from the checkpoint.
 
 For models without a family file, linears that transformers could not load in quantized form stay unquantized, and a
 note gives the loader's reason. (`finish.audit_checkpoint` compares a finished checkpoint with the plan.)
@@ -37,7 +37,8 @@ def keep_loadable(
     ignored: Callable[[Sequence[Schemes]], Sequence[str]],
     assigned: Sequence[Schemes],
 ) -> Assigned:
-    """Return only the schemes of linears that transformers could load, and a note about the other linears.
+    """Keep the schemes of the linears that transformers could load in quantized form, and return notes about the
+    others.
 
     Args:
         reader: reader of the source. Its `write_converted` is called for tensors that must be written in the model's
@@ -56,7 +57,7 @@ def keep_loadable(
     left, others = dict(linears), ignored(assigned)
     refused: dict[str, str] = {}  # reasons, keyed by linear
     notes, dequantize = [], False
-    # Leaving linears unquantized changes how the others are loaded, so ask again until no more are left out.
+    # Leaving linears unquantized changes how the others are loaded, so ask again until transformers can load the rest.
     while left:
         try:
             problems, dequantize = _ask(reader, format_, left, [*others, *refused], dequantize)
@@ -94,7 +95,9 @@ def keep_loadable(
 def _ask(
     reader: ModelReader, format_: Format, linears: Mapping[str, LinearScheme], ignored: Sequence[str], dequantize: bool
 ) -> tuple[Problems, bool]:
-    """Return transformers' problems with the planned checkpoint, and whether transformers must decode the weights."""
+    """Find the problems that transformers would have with the planned checkpoint. Also return whether transformers must
+    dequantize all weights when it loads them.
+    """
 
     def open_loader() -> HfLoader:
         config = format_.config(linears, ignored, decode_at_load=dequantize)
@@ -131,7 +134,9 @@ def _together(reader: ModelReader, module: str, leaves: Iterable[str]) -> bool:
 
 
 def _with_siblings(bad: Mapping[str, str], linears: Mapping[str, LinearScheme]) -> dict[str, str]:
-    """Return `bad` with all experts of the affected mixtures, because transformers has one module for all experts."""
+    """Return `bad` (the reason for each bad linear), extended by all experts of the affected mixtures, because
+    transformers has one module for all experts of a mixture.
+    """
     mixtures = {mixture: why for name, why in bad.items() if (mixture := _mixture(name)) is not None}
     return {name: why for name in linears if (why := bad.get(name) or mixtures.get(_mixture(name) or ""))}
 
@@ -201,7 +206,7 @@ def check_loads(
 def _problems(
     reader: CheckpointReader, source: ModelReader, format_: Format, linears: Mapping[str, LinearScheme]
 ) -> Problems:
-    """Find the problems of a finished checkpoint."""
+    """Find the problems that transformers has with a finished checkpoint."""
     loader = HfLoader(reader, reader.config.get("quantization_config") or {})
     leaves = {scheme: tuple(_encoded(format_, scheme)[0]) for scheme in set(linears.values())} if linears else {}
     stored = {name: {leaf: source.stored_name(f"{name}.{leaf}") for leaf in leaves[s]} for name, s in linears.items()}

@@ -45,7 +45,9 @@ class Plan:
     Args:
         model: directory or hub id as given; "demo" for the bundled model.
         source: reader of the model's files, with the adapter merged.
-        reader, skeleton, family, recipe, format: parts of the run.
+        reader: reader of the model that the steps work on, e.g. of the rotated model.
+        skeleton, family: that model without its weights, and its description.
+        recipe, format: the recipe, and the format of the output.
         layers: for each decoder layer, the schemes of the linears to quantize, keyed by relative name.
         linears: scheme of each linear to quantize, in layers and towers, keyed by full name.
         ignored: full names of the unquantized linears, including the head.
@@ -83,7 +85,9 @@ class Plan:
         return self.recipe.calibration is None or self.recipe.calibration.experts == "all"
 
     def scale_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a linear's scales: the source weight's if the format has it, else the format's first."""
+        """Return the dtype of a linear's scales: that of its source weight if the format allows it, else the format's
+        first.
+        """
         source, dtypes = self.reader.info(f"{name}.weight").dtype, self.format.scale_dtypes
         return source if source in dtypes else dtypes[0]
 
@@ -165,7 +169,7 @@ def build_plan(
 def _open_source(
     model: str | None, recipe: Recipe, adapter: str | Path | None
 ) -> tuple[CheckpointReader, Family, Discovery | None, Adapter | None]:
-    """Open the model and merge the adapter; for the parts of the result, see `Plan`."""
+    """Open the model and merge the adapter. Return `source`, `family`, `discovery` and `adapter`, see `Plan`."""
     from quantkit.inspection import merged_digests, refuse_merged  # imports the gguf package
 
     source, merging = open_dense(resolve(model)), None
@@ -181,13 +185,13 @@ def _open_source(
             f"{source.path}: {discovery.name} cannot be calibrated layer by layer: {discovery.obstacle}; use a recipe "
             "without calibration data, such as rtn-int4, rtn-int8 or fp8-dynamic"
         )
-    # With the description of MTP heads, the reader shows stacked experts of heads one by one.
+    # With the description of MTP heads, readers split the stacked experts of a head into single linears.
     mtp = None if recipe.mtp is None else find_heads(source.config, source.names).data
     return source, replace(family, mtp=mtp), discovery, merging
 
 
 def _of_source(reader: ModelReader, adapter: Adapter | None) -> tuple[str, ...]:
-    """Return warnings about the source, without the note that an adapter is merged, which is not a warning."""
+    """Return warnings about the source and the adapter. The note that an adapter is merged is not a warning."""
     if adapter is None:
         return reader.notes
     return (*(note for note in reader.notes if note != merge_note(adapter)), *adapter.warnings)

@@ -68,7 +68,7 @@ def quantize(
         model: directory or hub id; None = the bundled demo model.
         recipe: the recipe.
         output: directory to write, or a file if the format is a single file; None = `<model>-<recipe>` in the current
-            directory. It is written under a temporary name and renamed after all checks.
+            directory. The output is written under a temporary name, and renamed after all checks.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
         activations: where to keep hidden states between layers, "ram" or "disk"; "auto" = "ram" on a GPU, else "disk".
         resume: continue an interrupted run; False = start over.
@@ -145,8 +145,8 @@ def _compress(
     overwrite: bool = False,
     listener: Listener = SILENT,
 ) -> list[CompressionResult]:
-    """Do what `quantize` does, for one or several directories. A process that does not write computes its share of the
-    layers.
+    """Do what `quantize` does, for one or several directories. In a job of several processes, each computes its share
+    of the layers, but only one writes the other files.
     """
     for plan in plans:  # report a bad importance matrix before anything is written
         read_importance(plan)
@@ -182,7 +182,7 @@ def _begin(
 
     Args:
         plan: plan of the run.
-        stage: work folder of the output, in the process that writes.
+        stage: work folder of the output; None in processes that do not write.
         samples: calibration samples.
         listener: receives progress events.
         resume: see `quantize`.
@@ -223,7 +223,7 @@ def _begin(
 
 
 def _finish(plan: Plan, run: CompressionRun | None, stage: Stage | None, started: float) -> CompressionResult:
-    """Rename the output, unless that is already done, and return the result."""
+    """Write the rest of the output and rename it, unless an earlier run has done so. Return the result."""
     if run is None or stage is None:
         return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
     with writing(run.work.path), computing(run):

@@ -118,7 +118,7 @@ class RunState(Record):
 
     @property
     def threads(self) -> int:
-        """Return the number of threads of the run; it affects how sums are divided."""
+        """Return the number of threads of the run. It determines in which order sums are computed."""
         return int(self.identity["compute"]["threads"])
 
     def save(self, folder: Path) -> None:
@@ -162,7 +162,8 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
         "compute": {
             "device": plan.skeleton.device.type,
             "dtype": dtype_name(plan.skeleton.dtype),
-            # Threads divide the sums, so their number affects the last bits. Without data, a linear has one thread.
+            # Threads divide the sums, so their number affects the last bits. Without data, one thread rounds each
+            # linear.
             "threads": threads_within_quota() if samples else 1,
             # The instruction set or the GPU decides which kernels run, and the kernels decide the order of sums.
             "kernels": torch.cuda.get_device_name(plan.skeleton.device)
@@ -200,13 +201,13 @@ def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def calibration_digest(recipe: Recipe) -> str | None:
-    """Return the SHA-256 of the calibration file that a recipe names; None if its data are not a local file."""
+    """Return the SHA-256 of the calibration file that a recipe names; None if it names no local file."""
     data = None if recipe.calibration is None else Path(recipe.calibration.data)
     return hashlib.sha256(data.read_bytes()).hexdigest() if data is not None and data.is_file() else None
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of everything that affects the output."""
+    """Return the versions of quantkit and of the packages that affect the output."""
     names = ("torch", "transformers", "compressed-tensors", "safetensors")
     return {"quantkit": own_version("unknown"), **{name: installed_version(name, "unknown") for name in names}}
 

@@ -63,11 +63,11 @@ def edit_quantization(folder, change):
         (lambda f: rewrite(f, "lm_head.weight", torch.zeros(260, 64)), "lm_head.weight differs from the source"),
         (
             lambda f: rewrite(f, "lm_head.weight", None),
-            "lm_head should have stayed unquantized",
+            "lm_head must stay unquantized, but its weight is missing",
         ),
         (
             lambda f: rewrite(f, "model.layers.1.mlp.up_proj.weight_packed", torch.zeros(96, 4, dtype=torch.int32)),
-            "bytes on disk, but",
+            "bytes on disk, but its recorded",
         ),
         (lambda f: edit_quantization(f, lambda q: q.update(ignore=[])), "does not ignore lm_head"),
         (
@@ -88,7 +88,7 @@ def test_defects_of_the_files_are_found(finished, spoil, message):
 def test_a_linear_that_was_not_quantized_is_found(finished):
     plan, folder, records = finished
     records[1] = dataclasses.replace(records[1], linears=records[1].linears[1:])
-    with pytest.raises(AuditError, match="quantized 13 linears, planned 14"):
+    with pytest.raises(AuditError, match="13 linears were quantized, but 14 were planned"):
         audit_checkpoint(folder, plan, records)
 
 
@@ -112,7 +112,7 @@ def test_a_code_outside_its_type_is_found(finished):
     plan, folder, _ = finished
     prefix, weight, _ = one_weight(plan, folder)
     weight.codes[0, 0] = 9
-    with pytest.raises(AuditError, match="a code is outside int4"):
+    with pytest.raises(AuditError, match="a code is outside the range of int4"):
         check_weight(prefix, weight)
 
 

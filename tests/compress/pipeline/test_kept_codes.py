@@ -100,7 +100,7 @@ def test_mxfp4_is_kept_as_nvfp4_of_the_same_values(quantized_pair, tmp_path, kin
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     (tmp_path / "mine.yaml").write_text(AS_NVFP4.format(pattern=pattern, dtype="nvfp4"))
     result = quantkit.quantize(source, tmp_path / "mine.yaml", tmp_path / "out")
-    assert any("nvfp4 g16; linears whose scales have no exact form" in warning for warning in result.warnings)
+    assert any("nvfp4 g16; linears whose scales this scheme cannot hold" in warning for warning in result.warnings)
     notes = [note for layer in result.layers for note in layer.notes]
     assert len(notes) == 1
     assert "span too wide a range for nvfp4 g16" in notes[0]
