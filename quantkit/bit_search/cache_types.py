@@ -67,7 +67,7 @@ class CacheSearch:
     Raises:
         ModelError: all layers have a sliding window.
         DataError: no window of the text is longer than a page of the cache.
-        ResumeError: the folder holds the numbers of another search.
+        ResumeError: the folder holds numbers for a different model, text, version or device.
     Attributes:
         windows, held_out: windows on which caches are compared, and windows on which the chosen cache is measured.
     """

@@ -141,10 +141,10 @@ def uniform(base: Recipe, candidate: Candidate) -> Recipe:
 
 
 def trial(base: Recipe, candidate: Candidate) -> Recipe:
-    """Return the `uniform` recipe for groups that are put into the original model one at a time.
+    """Return the base recipe with one candidate for all weights, changed so that each group can be tried alone.
 
-    The inputs of such a group have no errors that a step could compensate for. So the steps calibrate on the original
-    model alone and run each layer once, and all candidates see the same inputs.
+    A group is tried in the original model, where its inputs have no errors that a step could compensate for. So the
+    steps calibrate on the original model alone and run each layer once. All candidates see the same inputs.
     """
     recipe = uniform(base, candidate)
     alone = {

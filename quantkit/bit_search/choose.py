@@ -99,6 +99,8 @@ def within_kl(groups: MeasuredGroups, kl: float, *, progress: Progress = lambda 
 def next_options(group: Sequence[Option], at: int) -> tuple[int, ...]:
     """Return the indices of the current option, of the best cheaper option, and of the cheapest better option.
 
+    An option is better if it has less sensitivity. An index is left out if there is no such option.
+
     Args:
         group: options of one group.
         at: index of the current option.

@@ -1,7 +1,7 @@
 """Files of a search: measured numbers, trials, the recipe, and the compressed model if the user asked for it.
 
 A search that was interrupted continues from its measured numbers. The file that holds them records the identity of the
-search: a search for another model, recipe, text or version refuses the file.
+search: a search for a different model, recipe, text or version refuses the file.
 """
 
 import json

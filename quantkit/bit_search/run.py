@@ -258,7 +258,9 @@ class _Search:
         return self.trial.stat().st_size
 
     def _is_reached(self, kl: float, recovery: float | None, num_bytes: int) -> bool:
-        """Whether a model meets the target; every choice meets a target in bits."""
+        """Whether a model meets the target. For a target in bits this is always true, because the choice already meets
+        it.
+        """
         if self.target.num_bytes is not None:
             return num_bytes <= self.target.num_bytes
         if self.target.recovery is not None:

@@ -108,7 +108,7 @@ class Setup:
             progress: called with one line if the file holds numbers.
             windows: text of the measurements; None = `self.windows`.
         Raises:
-            ResumeError: the file holds the numbers of another search.
+            ResumeError: the file holds numbers of a search with a different identity.
         """
         model = self.original.model
         identity = {

@@ -80,7 +80,7 @@ def _energy(rows: Tensor, hessian: Tensor) -> float:
 
 
 def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all: bool) -> Shift | None:
-    """Compute the shift that `corrected` needs. The result reuses the memory of `errors.mean`.
+    """Compute the matrices with which `corrected` corrects weights. They overwrite the memory of `errors.mean`.
 
     Args:
         errors: errors of the inputs; must not be used afterwards.
@@ -89,7 +89,7 @@ def shift_of(errors: CrossErrors, hessian: Tensor, chosen: Correction, *, by_all
         by_all: whether every process calls this with equal arguments. Each process then computes some rows of E H^-1,
             and all get the whole matrix.
     Returns:
-        The shift: E H^-1 times the share, (K, K), or for each linear i of the set, W_i E H^-1 times the share, (N_i,
+        E H^-1 times the share, (K, K), or for each linear i of the set, W_i E H^-1 times the share, (N_i,
         K). None if the share is 0 or the Hessian cannot be factorized.
     """
     lower = plain_factor(hessian, chosen.ridge) if chosen.share else None

@@ -63,8 +63,10 @@ def fit_scales(
 def _right_sides(
     settled: Settled, zero: Tensor | None, factor: Factor, group_index: Tensor, groups: int, *, in_c: bool
 ) -> Tensor:
-    """Return D'H e (N, G) for the errors e of each row. H e = L (L'e), and the loop has kept L'e in `settled`, so the
-    errors e are not needed.
+    """Return the right sides D'H e (N, G) of the equations, where e are the errors of a row; the module explains D and
+    H.
+
+    H e = L (L'e), and `settled` has L'e, so the errors e are not needed.
     """
     assert settled.errors is not None, "settle_columns must run with keep_errors"
     lower, groups_of = factor.lower, group_index[factor.backwards]
@@ -97,7 +99,7 @@ def _right_sides(
 def _normal_equations(
     codes: Tensor, zero: Tensor | None, groups: int, hessian: Callable[[slice], Tensor], *, in_c: bool
 ) -> Tensor:
-    """Return D'H D (R, G, G) for each row.
+    """Return the matrix D'H D (R, G, G) of the equations of each row; the module explains D and H.
 
     If `in_c`, C code computes the products from bfloat16 operands. Codes minus their zero point are exact in bfloat16.
     For the Hessian, bfloat16 is precise enough, because D'H D only affects how far the scales move. The scales

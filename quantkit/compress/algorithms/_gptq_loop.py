@@ -68,8 +68,8 @@ def settle_columns(
     """Choose the codes of one input column after another; each column compensates for the errors of earlier columns.
 
     Let H = L L', and let e be the error of a weight row w. The output error |L'e|^2 is a sum over columns. The term for
-    column i is smallest if the code of column i is rounded from w_i + sum of L_ji e_j / L_ii over the settled columns
-    j. Weights that share their inputs are processed as one tall matrix.
+    column i is smallest if the code of column i is rounded from w_i + sum of L_ji e_j / L_ii over the columns j
+    that already have codes. Weights that share their inputs are processed as one tall matrix.
 
     Args:
         weights: (N_i, K) each, any float dtype; not modified.

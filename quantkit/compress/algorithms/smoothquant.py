@@ -69,7 +69,7 @@ class SmoothQuantStep(Step):
 
 
 class _Inputs(Magnitude):
-    """Statistics of a linear's inputs and, if `keep` is set, a sample of them."""
+    """Statistics of a linear's inputs and, if `keep` is set, a sample of the inputs."""
 
     def __init__(self, width: int, device: torch.device, keep: bool) -> None:
         super().__init__(width, device)
@@ -84,7 +84,7 @@ class _Inputs(Magnitude):
 
 
 class _Smoothing:
-    """The scales of a set for each alpha, and the output error that they leave."""
+    """Computes, for any alpha, the scales of a set of linears, and the output error with these scales."""
 
     def __init__(self, layer: LayerContext, group: LinearSet, seen: _Inputs) -> None:
         self._layer = layer

@@ -334,7 +334,7 @@ def _is_usable(module: nn.Module, calls: list[tuple[Any, Any]], limit: int) -> b
 
 
 def _find_end(linear: str, module_calls: list[tuple[Any, Any]], linear_calls: list[tuple[Any, Any]]) -> End | None:
-    """Return how a module returns the output of this linear; None if it does not."""
+    """Return the `End` of a module for this linear; None if the module does not return the linear's output."""
     if len(module_calls) != 1 or len(linear_calls) != 1:
         return None
     (output, copy), (returned, before) = module_calls[0], linear_calls[0]

@@ -91,7 +91,7 @@ def _write_rest(plan: Plan, state: RunState, folder: Path, towers: tuple[LinearR
 
 
 def _check_loads(plan: Plan, folder: Path) -> list[str]:
-    """Check that transformers loads the checkpoint, see `check_loads`. Return warnings that the plan has not given."""
+    """Check that transformers loads the checkpoint, see `check_loads`. Return warnings that the plan lacks."""
     if plan.format.suffix:  # users load the file that is made from the folder, not the folder
         return []
     # Do not check the experts if the plan has already warned that they do not load. With `decode_at_load`, loaders

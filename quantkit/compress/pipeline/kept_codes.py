@@ -75,7 +75,8 @@ def keep_codes(recipe: Recipe, reader: ModelReader, layer: LayerContext) -> None
         if made is None:
             what = layer.schemes[first].weight.describe()
             layer.chosen.notes.append(
-                f"{', '.join(together)}: rounded, because the source's scales span too wide a range for {what}"
+                f"{', '.join(together)}: rounded instead of keeping the source's codes, because their scales span "
+                f"too wide a range for {what}"
             )
 
 

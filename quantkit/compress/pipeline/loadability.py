@@ -41,8 +41,8 @@ def keep_loadable(
     others.
 
     Args:
-        reader: reader of the source. Its `write_converted` is called for tensors that must be written in the model's
-            own form.
+        reader: reader of the source. Its `write_converted` is called for tensors that must be written in the form in
+            which the model uses them, not in the form of the source's files.
         format_: format of the checkpoint.
         layers: layers of the model.
         ignored: function from the schemes of all layers to the full names of the linears without a scheme.

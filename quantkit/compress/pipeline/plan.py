@@ -92,7 +92,7 @@ class Plan:
         return source if source in dtypes else dtypes[0]
 
     def sets(self, index: int) -> tuple[LinearSet, ...]:
-        """Return the sets of a layer's linears that share their statistics."""
+        """Return the sets of linears of a layer; the linears of a set share the statistics of their inputs."""
         sets = self.skeleton.linear_sets(index)
         return sets if self.all_tokens else split_experts(sets)
 

@@ -123,7 +123,7 @@ def quantize_together(model: str | None, recipes: Mapping[Path, Recipe], *, devi
     byte for byte.
 
     The recipes differ only in how they quantize weights, and have `calibration.inputs: original`. So the inputs of a
-    layer are equal for all recipes. Each of these two functions can resume an interrupted run of the other.
+    layer are equal for all recipes. `quantize` can resume an interrupted run of this function, and vice versa.
 
     Args:
         model: directory or hub id; None = the bundled demo model.

@@ -223,7 +223,7 @@ def write_state(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read a file that `write_state` wrote.
+    """Return the data of a file that `write_state` wrote, after checking their digest.
 
     Raises:
         ResumeError: the file cannot be read, or its digest does not match.
