@@ -21,7 +21,7 @@ from quantkit.safety.untrusted import shorten
 
 MAX_EXPRESSIONS = 4096
 _MAX_LENGTH = 1000
-_MAX_REPEATS = 10_000  # the product of all counts {n}: the engine expands repeats when it compiles a pattern
+_MAX_REPEATS = 10_000  # maximum product of all counts {n}, because the engine expands repeats when it compiles
 _MAX_WAYS = 26  # largest base-2 logarithm of the number of ways to match a name
 _MATCH_S = 1.0
 _ALL_S = 30.0

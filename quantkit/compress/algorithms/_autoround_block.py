@@ -183,7 +183,7 @@ def tunable(layer: LayerContext, linears: tuple[str, ...]) -> Iterator[TunedBloc
     with ExitStack() as stack:
         for opened in (torch.inference_mode(False), torch.no_grad(), layer.quantized_inputs(layer.schemes, _quantized)):
             stack.enter_context(opened)
-        values = {name: value.detach().clone() for name, value in kept.items()}  # ordinary: inference mode is off
+        values = {name: value.detach().clone() for name, value in kept.items()}  # inference mode is off
         block = TunedBlock(layer, values, {name: values[f"{name}.weight"].requires_grad_() for name in linears})
         for name in linears:
             linear = layer.linear(name)

@@ -80,7 +80,7 @@ class HeldOut:
             layer: the layer as it was read.
             is_last: whether this is the last layer.
         """
-        if layer.name == self.layer:  # computed in another recipe's run
+        if layer.name == self.layer:  # already computed in the run of another recipe
             return
         rows = self._pass(layer, self.original, advances=not is_last and self.quantized is not None)
         self.layer, self.targets = layer.name, {}

@@ -339,7 +339,7 @@ class LayerContext:
             self.chosen.tensor_largest[self.sharing(name)[0]] = grid.tensor_largest
         self.chosen.records[name], self.chosen.quantized[name] = record, weight
         for rows in row_blocks(*current.shape):
-            current[rows] = weight.decoded(rows)  # what is measured from here on is what is written
+            current[rows] = weight.decoded(rows)  # from here on, the layer computes with what is written
 
     def _tensor_largest(self, name: str) -> Tensor | None:
         """Return the largest magnitude (1,) in the unquantized weights of this linear and of all linears that share a

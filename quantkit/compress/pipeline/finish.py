@@ -189,7 +189,7 @@ def _with_stored_names(plan: Plan) -> tuple[dict[str, LinearScheme], tuple[str, 
     schemes = plan.linears | {reader.stored_name(f"{name}.")[:-1]: scheme for name, scheme in plan.linears.items()}
     others = [*plan.ignored, *(reader.stored_name(f"{name}.")[:-1] for name in plan.ignored)]
     for name in reader.names:
-        if not plan.skeleton.has_parameter(name):  # in a part that the model lacks or names differently: MTP, towers
+        if not plan.skeleton.has_parameter(name):  # e.g. MTP: the model lacks the part or names it differently
             others += unquantized_modules(name, reader.info(name).shape)
     others += unquantized_prefixes(reader.config, reader.names, schemes)
     return schemes, tuple(dict.fromkeys(name for name in others if name not in schemes))

@@ -173,7 +173,7 @@ def _compress_layer(
         attempts += 1
         # If the scales of many sets make linears worse, e.g. in experts, an attempt for each set would take too long.
         unscaled |= {spoiled} if attempts < _MOST_ATTEMPTS else frozenset(layer.data.divisors)
-        del layer  # before it is loaded again
+        del layer  # frees its memory before the layer is loaded again
     if unscaled:
         names = ", ".join(sorted(unscaled))
         layer.chosen.notes.append(

@@ -159,7 +159,7 @@ def _compress(
         ]
         runs = [run for run in begun if run is not None]
         mode = activations
-        if mode == "auto":  # on a CPU, reading states from disk costs little beside the products
+        if mode == "auto":  # on a CPU, reading states from disk takes little time compared with matrix products
             mode = "disk" if plans[0].skeleton.device.type == "cpu" else "ram"
         # Sums depend on the number of threads, and an interrupted run must keep the number that it started with.
         for threads in dict.fromkeys(run.state.threads for run in runs):
