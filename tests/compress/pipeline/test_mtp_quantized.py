@@ -9,7 +9,7 @@ import torch
 
 import quantkit
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.pipeline import data_free, shard
+from quantkit.compress.pipeline import data_free, layers
 from quantkit.compress.recipe import load
 from quantkit.errors import RecipeError, SchemeError
 from quantkit.formats import recognise
@@ -98,7 +98,7 @@ def test_a_run_that_ends_in_the_head_goes_on_to_the_same_bytes(tmp_path, monkeyp
             if written:
                 raise KeyboardInterrupt
             written.append(file)
-        return shard.write_audited_shard(plan, file, *args)
+        return layers.write_audited_shard(plan, file, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(data_free, "write_audited_shard", write_audited_shard)

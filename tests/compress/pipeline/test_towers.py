@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.reader import CheckpointReader
-from quantkit.compress.pipeline import data_free, shard
+from quantkit.compress.pipeline import data_free, layers
 from quantkit.compress.pipeline.plan import find_model
 from quantkit.compress.recipe import load
 from quantkit.errors import RecipeError
@@ -115,7 +115,7 @@ def test_a_run_that_ends_in_the_tower_goes_on_to_the_same_bytes(tmp_path, text_f
         if len(written) == 1:
             raise KeyboardInterrupt
         written.append(args)
-        return shard.write_audited_shard(*args)
+        return layers.write_audited_shard(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(data_free, "write_audited_shard", write_audited_shard)
