@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # for type checkers; `as` marks a name as exported
     from quantkit.api import search as search
     from quantkit.api import verify as verify
     from quantkit.compress.convert import convert as convert
+    from quantkit.compress.distill.options import DistillOptions as DistillOptions
+    from quantkit.compress.distill.run import distill as distill
     from quantkit.compress.recipe import Recipe as Recipe
     from quantkit.errors import QuantkitError as QuantkitError
     from quantkit.inspection import inspect as inspect
@@ -31,6 +33,8 @@ if TYPE_CHECKING:  # for type checkers; `as` marks a name as exported
 _HOMES = {
     "api": ("list_recipes", "load_recipe", "plan", "quantize", "search", "verify"),
     "compress.convert": ("convert",),
+    "compress.distill.options": ("DistillOptions",),
+    "compress.distill.run": ("distill",),
     "compress.recipe": ("Recipe",),
     "errors": ("QuantkitError",),
     "inspection": ("inspect",),

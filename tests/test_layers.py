@@ -31,6 +31,7 @@ LAYERS = {
     "planning": 9,
     "compress": 9,  # nothing but its rooms
     "compress.pipeline": 9,
+    "compress.distill": 10,  # trains what the pipeline has written
     "compress.recipe": 8,
     "compress.discovery": 7,
     "compress.algorithms": 7,

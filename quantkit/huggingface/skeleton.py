@@ -297,6 +297,21 @@ class Skeleton:
         assert recorder.hidden is not None
         return recorder.hidden, recorder.arguments
 
+    def norm_names(self) -> list[str]:
+        """Return the names of the parameters of the norm after the last layer, relative to the norm."""
+        return [name for name, _ in self._model.get_submodule(self.family.final_norm).named_parameters()]
+
+    def final_parts(self) -> tuple[nn.Module, Tensor, Tensor | None]:
+        """Return the norm after the last layer, with its weights, and the weight (V, D) and the bias of the head."""
+        names, norm = self.family, copy.deepcopy(self._model.get_submodule(self.family.final_norm))
+        for name in self.norm_names():
+            set_stored(norm, name, self.read_finite(f"{names.final_norm}.{name}"), self.dtype, self.device)
+        head = f"{names.head}.weight"
+        weight = self.read_finite(head if head in self.reader else f"{names.embedding}.weight")
+        bias = f"{names.head}.bias"
+        biases = self.read_finite(bias).to(self.device, self.dtype) if bias in self.reader else None
+        return norm.to(self.device), weight.to(self.device, self.dtype), biases
+
     def hand_on(self) -> None:
         """Make all later calls run the layers through the model's own forward; see `Family.hands_on`."""
         self.family = replace(self.family, hands_on=True)

@@ -103,13 +103,14 @@ def _kept(output: Path, reason: str) -> OutputError:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is a manifest that `quantize` or `convert` wrote."""
+    """Whether a file is a manifest that `quantize`, `convert` or `distill` wrote."""
     try:
         # A link would let the manifest of another folder vouch for this one.
         manifest = {} if path.is_symlink() else read_object(path, CheckpointError)
     except CheckpointError:
         return False
-    is_made = isinstance(manifest.get("identity"), dict) or isinstance(manifest.get("converted_from"), str)
+    signs = {"identity": dict, "converted_from": str, "distilled": dict}
+    is_made = any(isinstance(manifest.get(name), kind) for name, kind in signs.items())
     return is_made and type(manifest.get("schema_version")) is int
 
 

@@ -97,7 +97,7 @@ def convert(
         raise SchemeError(f"--type {type_name} is only for gguf; {to} keeps the codes unchanged, so leave --type out")
     else:
         # Raises here, before anything is created, if the target cannot store the source.
-        write = partial(_write_checkpoint, source, target_for(source, format_), progress)
+        write = partial(write_checkpoint, source, target_for(source, format_), progress=progress)
     check = check_gguf if format_.suffix else check_checkpoint
     with (
         open_stage(output, "convert", overwrite=overwrite, check=check) as stage,
@@ -124,12 +124,26 @@ def _adapter_entry(source: Source) -> dict[str, str]:
     return {ADAPTER_ENTRY: ",".join(digests)} if digests else {}
 
 
-def _write_checkpoint(source: Source, target: Target, progress: Progress, folder: Path) -> Written:
-    """Write all files of the checkpoint, and check them."""
+def write_checkpoint(
+    source: Source,
+    target: Target,
+    folder: Path,
+    entries: Mapping[str, Any] | None = None,
+    progress: Progress = lambda done, total, name: None,
+) -> Written:
+    """Write all files of a checkpoint, and check them.
+
+    Args:
+        source: the checkpoint to read.
+        target: description of the checkpoint to write.
+        folder: folder to create.
+        entries: entries to add to quantkit.json; None = the format of the source.
+        progress: see `convert`.
+    """
     folder.mkdir()
     weight_map = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
-    _write_manifest(source, target, folder)
+    _write_manifest(source, target, folder, entries or {"converted_from": source.format.name})
     target.format.check_config(read_config_file(folder), target.linears, target.ignored)
     stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
     return Written(num_linears=len(target.linears), output_bytes=size, stored=stored)
@@ -142,10 +156,10 @@ def _write_layers(source: Source, target: Target, folder: Path, progress: Progre
     for number, (layer, modules) in enumerate(layers):
         progress(number, len(layers), layer or "the rest")
         file = f"model-{number + 1:05d}-of-{len(layers):05d}.safetensors"
-        if any(module in target.linears for module in modules):
+        names = [name for module in modules for name in source.names(module)]
+        if any(module in target.linears for module in modules) or any(name in source.changed for name in names):
             _, names = _shard(source, target, modules).write(folder / file)
         else:
-            names = [name for module in modules for name in source.names(module)]
             copy_tensors(source.reader, names, folder / file)
         weight_map |= dict.fromkeys(names, file)
     progress(len(layers), len(layers), "done")
@@ -157,10 +171,10 @@ def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
     shard = Shard(target.format)
     for module in modules:
         if module not in target.linears:
-            shard.tensors |= {name: source.reader.tensor(name) for name in source.names(module)}
+            shard.tensors |= {name: source.tensor(name) for name in source.names(module)}
             continue
         if "bias" in source.modules[module]:
-            shard.tensors[f"{module}.bias"] = source.reader.tensor(f"{module}.bias")
+            shard.tensors[f"{module}.bias"] = source.tensor(f"{module}.bias")
         if source.dense is not None and not target.format.keeps_codes:
             shard.tensors[f"{module}.weight"] = source.dense.tensor(f"{module}.weight")
             continue
@@ -189,7 +203,7 @@ def _config(source: Source, target: Target) -> dict[str, Any]:
     return {**kept, **target.format.model_config(kept), **described}
 
 
-def _write_manifest(source: Source, target: Target, folder: Path) -> None:
+def _write_manifest(source: Source, target: Target, folder: Path, entries: Mapping[str, Any]) -> None:
     """Write quantkit.json: the source's manifest with the new format, or a new one if the source's is unreadable."""
     try:
         manifest = read_object(source.reader.path / MANIFEST, CheckpointError)
@@ -201,4 +215,4 @@ def _write_manifest(source: Source, target: Target, folder: Path) -> None:
         manifest[MERGED] = list(digests)
     if type(manifest.get("schema_version")) is not int:
         manifest["schema_version"] = SCHEMA_VERSION
-    write_json(folder / MANIFEST, {**manifest, "converted_from": source.format.name})
+    write_json(folder / MANIFEST, {**manifest, **entries})

@@ -4,9 +4,11 @@ Headers are read first. Tensors are read later, one linear at a time. Shapes: N 
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from torch import Tensor
 
 from quantkit.checkpoints.dense_source import open_dense
 from quantkit.checkpoints.folder import CONFIG_NAME
@@ -32,6 +34,8 @@ class Source:
         modules: local tensor names, keyed by full module name, in the order of the layers.
         dense: for a GGUF file, reader of the dequantized values, because other formats cannot store the codes of GGUF
             types with minimums exactly; None for other checkpoints.
+        weights: weights that replace those of the files, keyed by full module name.
+        changed: other tensors that replace those of the files, keyed by full name.
     """
 
     reader: CheckpointReader
@@ -39,6 +43,8 @@ class Source:
     linears: dict[str, LinearScheme]
     modules: dict[str, list[str]]
     dense: CheckpointReader | None = None
+    weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
 
     def names(self, module: str) -> list[str]:
         """Return the full names of a module's tensors."""
@@ -55,9 +61,15 @@ class Source:
         Raises:
             QuantkitError: the weight cannot be decoded; the message starts with the path and the module's name.
         """
+        if module in self.weights:
+            return self.weights[module]
         tensors = {local: self.reader.tensor(f"{module}.{local}") for local in self.modules[module]}
         with located(f"{self.reader.path}: {module}"):
             return self.format.decode(tensors, self.linears[module])
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor of this full name."""
+        return self.changed[name] if name in self.changed else self.reader.tensor(name)
 
     def is_reordered(self, module: str) -> bool:
         """Whether the order of a linear's groups differs from that of its inputs; reads the group index."""

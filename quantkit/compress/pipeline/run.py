@@ -164,7 +164,7 @@ def _compress(
         # Sums depend on the number of threads, and an interrupted run must keep the number that it started with.
         for threads in dict.fromkeys(run.state.threads for run in runs):
             alike = [run for run in runs if run.state.threads == threads]
-            with writing(alike[0].work.path), computing(alike[0]) as workers:
+            with writing(alike[0].work.path), computing(threads, alike[0].plan.skeleton.device) as workers:
                 for run in alike if is_writer() else ():
                     run.listener.plan(_summary(run, mode))
                 if samples is not None:
@@ -226,21 +226,21 @@ def _finish(plan: Plan, run: CompressionRun | None, stage: Stage | None, started
     """Write the rest of the output and rename it, unless an earlier run has done so. Return the result."""
     if run is None or stage is None:
         return CompressionResult.from_dict(read_object(plan.output / "quantkit-run.json", CheckpointError))
-    with writing(run.work.path), computing(run):
+    with writing(run.work.path), computing(run.state.threads, run.plan.skeleton.device):
         result = finish_run(run, started)
         stage.promote(run.work.checkpoint)
     return result
 
 
 @contextmanager
-def computing(run: CompressionRun) -> Iterator[int]:
-    """Compute with the run's number of threads in this context. Yield the number of threads within the CPU quota."""
+def computing(threads: int, device: torch.device) -> Iterator[int]:
+    """Compute with this number of threads in this context. Yield the number of threads within the CPU quota."""
     before = torch.get_num_threads()
     workers = threads_within_quota()
-    torch.set_num_threads(run.state.threads)
+    torch.set_num_threads(threads)
     watch_neighbours(torch.get_num_threads())
     try:
-        with quick_products(run.plan.skeleton.device):
+        with quick_products(device):
             yield workers
     finally:
         # Restore the caller's number of threads, even after an error.

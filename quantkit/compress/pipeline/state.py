@@ -23,6 +23,7 @@ from quantkit.compress.pipeline.plan import Plan
 from quantkit.compress.recipe import Recipe
 from quantkit.distribution import installed_version, own_version
 from quantkit.errors import ReportError, ResumeError
+from quantkit.huggingface.skeleton import Skeleton
 from quantkit.machine.devices import MAX_THREADS, threads_within_quota
 from quantkit.numerics import native
 from quantkit.numerics.matmul import keeps_precision
@@ -159,19 +160,8 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
         "source": plan.reader.digests,
         "calibration": None if samples is None else samples.digest,
         "versions": describe_versions(),
-        "compute": {
-            "device": plan.skeleton.device.type,
-            "dtype": dtype_name(plan.skeleton.dtype),
-            # Threads divide the sums, so their number affects the last bits. Without data, one thread rounds each
-            # linear.
-            "threads": threads_within_quota() if samples else 1,
-            # The instruction set or the GPU decides which kernels run, and the kernels decide the order of sums.
-            "kernels": torch.cuda.get_device_name(plan.skeleton.device)
-            if plan.skeleton.device.type == "cuda"
-            # Leave out why the C library is off, because the reason may name a folder of this process.
-            else f"{torch.backends.cpu.get_cpu_capability()}; C: {native.status() if native.library() else 'off'}",
-            "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
-        },
+        # Without data, a linear has one thread.
+        "compute": compute_identity(plan.skeleton, threads_within_quota() if samples else 1),
     }
     if plan.recipe.imatrix is not None:
         identity["imatrix"] = file_digest(Path(plan.recipe.imatrix))
@@ -180,6 +170,27 @@ def run_identity(plan: Plan, samples: Samples | None) -> dict[str, Any]:
     if plan.discovery is not None:
         identity["discovered"] = plan.discovery.identity
     return identity
+
+
+def compute_identity(skeleton: Skeleton, threads: int) -> dict[str, Any]:
+    """Return everything about the computation that affects its result.
+
+    Args:
+        skeleton: the model, with its device and dtype.
+        threads: number of threads. They divide the sums, so their number affects the last bits.
+    """
+    on_gpu = skeleton.device.type == "cuda"
+    return {
+        "device": skeleton.device.type,
+        "dtype": dtype_name(skeleton.dtype),
+        "threads": threads,
+        # The instruction set or the GPU decides which kernels run, and the kernels decide the order of sums.
+        "kernels": torch.cuda.get_device_name(skeleton.device)
+        if on_gpu
+        # Leave out why the C library is off, because the reason may name a folder of this process.
+        else f"{torch.backends.cpu.get_cpu_capability()}; C: {native.status() if native.library() else 'off'}",
+        "matmul": [torch.get_float32_matmul_precision(), keeps_precision()],
+    }
 
 
 def with_threads_of(saved: Any, identity: dict[str, Any]) -> dict[str, Any]:
