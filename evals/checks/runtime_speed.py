@@ -158,8 +158,7 @@ def measure_ours(work: Path, engine: str, threads: int) -> dict[str, Any]:
     import torch
 
     from quantkit import LLM, SamplingParams
-    from quantkit.benchmark.ceilings import memory_bandwidth
-    from quantkit.benchmark.step_work import model_cost
+    from quantkit.benchmark.ceilings import memory_bandwidth, model_cost
 
     folder, head = OURS.get(engine) or ({**ON_FILES, **ON_GIVEN}[engine], None)
     llm = LLM(work / folder, threads=threads, max_sequences=1, max_length=512, prefix_cache=False, head_dtype=head)

@@ -15,9 +15,8 @@ from typing import Any
 
 import yaml
 
-from quantkit.benchmark.ceilings import break_even_rows, decode_steps, fit_itl
+from quantkit.benchmark.ceilings import Cost, break_even_rows, decode_steps, fit_itl
 from quantkit.benchmark.compare import Ratio, compare_results
-from quantkit.benchmark.step_work import Cost
 from quantkit.models.kv_sizes import KV_FORMS
 from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_count, times
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord

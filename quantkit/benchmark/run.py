@@ -1,26 +1,40 @@
-"""Benchmark of one model, or of two in alternating rounds: latencies, memory, and the machine's limits."""
+"""Benchmark of one model, or of two in alternating rounds: latencies, memory, and the machine's limits.
+
+`compare_cache` measures the gain of a KV cache: it generates a text with the cache, and by recomputing the whole
+context for each token. Recomputing uses the same engine, kernels and chunks: each token is a separate request whose
+prompt is all text before the token. So the cache is the only difference.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from quantkit.benchmark.ceilings import Ceilings, decode_record, measure_ceilings, prefill_record
+from quantkit.benchmark.ceilings import (
+    Ceilings,
+    Cost,
+    decode_record,
+    linear_kinds,
+    measure_ceilings,
+    model_cost,
+    prefill_record,
+)
 from quantkit.benchmark.compare import measure_rounds
 from quantkit.benchmark.memory import memory_records
 from quantkit.benchmark.memory_prediction import Prediction, predict
 from quantkit.benchmark.options import BenchmarkOptions
-from quantkit.benchmark.step_work import Cost, linear_kinds, model_cost
 from quantkit.benchmark.workload import check_capacity, run_load
 from quantkit.checkpoints.folder import resolve
 from quantkit.machine.devices import pick_device, processor_name
 from quantkit.quantities import dtype_name
-from quantkit.results import BenchmarkResult, BenchmarkRun
+from quantkit.results import BenchmarkResult, BenchmarkRun, RequestTiming
 from quantkit.runtime.llm import LLM
+from quantkit.runtime.types import Completion, SamplingParams
 from quantkit.runtime.vllm_engine import VllmLLM
 
+_MARKS = (1, 10, 30, 100, 300, 1000, 3000, 10_000)  # numbers of new tokens at which both ways are compared
 Progress = Callable[[str], None]
 
 
@@ -211,3 +225,71 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return processor_name() or "CPU"
+
+
+class Mark(NamedTuple):
+    """Seconds until this many tokens were generated, with and without the cache, and the ratio of both times."""
+
+    new_tokens: int
+    cached_s: float
+    recomputed_s: float
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheComparison:
+    """Timings of the same text generated with and without the cache.
+
+    Args:
+        cached, recomputed: timestamps of the tokens.
+        num_same: number of leading new tokens that are equal in both texts. Later tokens may differ after a tie,
+            because batches round differently.
+    """
+
+    cached: RequestTiming
+    recomputed: RequestTiming
+    num_same: int
+
+    def marks(self) -> list[Mark]:
+        """Times at 1, 10, 30, 100, 300, ... tokens and at the end."""
+        count = self.cached.num_new_tokens
+        numbers = [*(mark for mark in _MARKS if mark < count), count]
+        ways = ([way.token_s[n - 1] - way.arrived_s for n in numbers] for way in (self.cached, self.recomputed))
+        return [Mark(n, cached, slow, slow / cached) for n, cached, slow in zip(numbers, *ways, strict=True)]
+
+
+def compare_cache(
+    llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
+) -> CacheComparison:
+    """Generate greedily with and without the cache.
+
+    Args:
+        llm: an idle model with its prefix cache off.
+        prompt: token ids.
+        new_tokens: number of tokens to generate.
+        progress: called with the number of tokens recomputed so far.
+    """
+    generate_by_recomputing(llm, prompt, 2)  # warm-up
+    _generate(llm, prompt, 2)
+    cached = _generate(llm, prompt, new_tokens)
+    ids, recomputed = generate_by_recomputing(llm, prompt, new_tokens, progress)
+    same = next((i for i, (a, b) in enumerate(zip(ids, cached.token_ids, strict=True)) if a != b), new_tokens)
+    return CacheComparison(cached=cached.timing, recomputed=recomputed, num_same=same)
+
+
+def generate_by_recomputing(
+    llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
+) -> tuple[list[int], RequestTiming]:
+    """Return greedy tokens, each from a prefill of everything before it, and their timestamps."""
+    ids, timings = list(prompt), list[RequestTiming]()
+    for _ in range(new_tokens):
+        completion = _generate(llm, ids, 1)
+        ids.extend(completion.token_ids)
+        timings.append(completion.timing)
+        progress(len(timings))
+    times = tuple(timing.token_s[0] for timing in timings)
+    return ids[len(prompt) :], replace(timings[0], token_s=times, finished_s=times[-1])
+
+
+def _generate(llm: LLM, prompt: Sequence[int], new_tokens: int) -> Completion:
+    return llm.generate(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))[0]

@@ -173,8 +173,7 @@ def _bench_server(output_to: Output, url: str, checkpoint: str | None, options: 
 def _bench_no_cache(output_to: Output, engine: dict[str, Any], model: str | None, workload: dict[str, Any]) -> None:
     """Time the same text with the cache and without it."""
     from quantkit.benchmark.memory_prediction import max_length
-    from quantkit.benchmark.no_cache import compare_cache
-    from quantkit.benchmark.run import check_target, load_target
+    from quantkit.benchmark.run import check_target, compare_cache, load_target
     from quantkit.benchmark.workload import make_load
 
     sizes = {name: workload[name] for name in ("prompt_tokens", "new_tokens", "seed") if name in workload}

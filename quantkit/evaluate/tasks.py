@@ -19,13 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quantkit.demo import GENERAL_TEXT, bundled_folder, is_demo
 from quantkit.errors import DataError, first_line, suggestion
 from quantkit.evaluate.loading import Evaluated
-from quantkit.evaluate.long_context_texts import Kind
 from quantkit.evaluate.options import EvaluationOptions
 from quantkit.evaluate.perplexity import DEFAULT_WINDOW
 from quantkit.safety.untrusted import MAX_TEXT_BYTES, parse_yaml, read_text, shorten
 
 Count = Annotated[int, Field(ge=1)]
 Depth = Annotated[float, Field(ge=0, le=1)]
+Kind = Literal["passkey", "multikey", "multivalue", "variables", "words"]
 
 
 class _Part(BaseModel):
@@ -55,7 +55,7 @@ class LongContext(_Part):
         lengths: lengths of prompts in tokens; filler text is added up to each length.
         depths: relative positions of the only fact of a text, 0 to 1.
         samples: number of texts per length, and per depth if there is only one fact.
-        kinds: kinds of texts, see `long_context_texts`.
+        kinds: kinds of texts, see `long_context`.
     """
 
     lengths: tuple[Count, ...]

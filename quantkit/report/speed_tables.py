@@ -13,7 +13,7 @@ from quantkit.results.statistics.summary import PolynomialFit, quantiles
 
 if TYPE_CHECKING:
     from quantkit.benchmark.compare import Ratio
-    from quantkit.benchmark.no_cache import CacheComparison
+    from quantkit.benchmark.run import CacheComparison
 
 LATENCIES = {
     "TTFT": ("time to first token", "from the arrival of the request to its first token."),

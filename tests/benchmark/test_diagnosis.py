@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from quantkit.benchmark.ceilings import Cost
 from quantkit.benchmark.diagnosis import diagnose
-from quantkit.benchmark.step_work import Cost
 from quantkit.models.kv_sizes import BF16
 from quantkit.models.layer_state_sizes import AttentionShape
 from quantkit.results import BenchmarkResult, BenchmarkRun, Diagnosis, RooflineRecord, Workload

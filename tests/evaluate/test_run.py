@@ -17,10 +17,9 @@ import pytest
 from quantkit.demo import DEMO_MODEL, bundled_folder
 from quantkit.errors import DataError, InputError
 from quantkit.evaluate import loading
-from quantkit.evaluate import long_context_texts as module
+from quantkit.evaluate import long_context as module
 from quantkit.evaluate.loading import check_same_language, load_llm, other_arithmetic
-from quantkit.evaluate.long_context import long_context
-from quantkit.evaluate.long_context_texts import WRITERS, ledger_writer, write_passkey
+from quantkit.evaluate.long_context import WRITERS, ledger_writer, long_context, write_passkey
 from quantkit.evaluate.options import DEFAULT_TEXT_TOKENS, EvaluationOptions
 from quantkit.evaluate.run import check_evaluation, evaluate
 from quantkit.evaluate.tasks import LEDGERS, LongContext, speaks_demo
