@@ -11,8 +11,6 @@ the tokens.
 
 The durations of steps are derived from timestamps: sequences that decode in one step share its timestamp. Steps during
 which a prompt was computed or waiting are left out, because the prompt slows them by varying amounts.
-
-Shapes: B sequences, L tokens of context per sequence.
 Source: Williams, Waterman, Patterson 2009, Roofline.
 """
 
@@ -58,7 +56,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (), *, repeats: int = 5) -> Ceilings:
-    """Measure both limits; takes about a tenth of a second per repeat on a CPU.
+    """Measure the memory bandwidth and compute rate of a machine; on a CPU, each repeat takes about 0.1 s.
 
     Args:
         device: the device.
@@ -125,8 +123,8 @@ class Cost:
         expert_share: share of a layer's experts that each token uses; 1 without experts.
         parameters: number of weights, without the head, by which one token is multiplied.
         head_parameters, head_bytes: number of weights and bytes of the head.
-        layers: cache or state of each layer, and the form in which it is kept.
-        kv_budget: maximum number of tokens per sequence that the cache keeps; None = all.
+        layers: for each layer, the shape of its cache or recurrent state, and the number form in which this is stored.
+        kv_budget: maximum number of tokens per sequence in the KV cache; None = no limit.
         product: number type of the products, e.g. "bfloat16" or "int8".
     """
 
@@ -147,7 +145,7 @@ class Cost:
         return round(self.read_bytes + self.expert_bytes * (grown - 1))
 
     def kv_bytes(self, context: int) -> float:
-        """Return the cache bytes that a sequence's next token reads."""
+        """Return the cache bytes that the next token of a sequence of `context` tokens reads."""
         kept = kept_tokens(self.kv_budget, context)
         return sum(layer.read_bytes(kept, form) for layer, form in self.layers)
 
@@ -157,11 +155,11 @@ class Cost:
         return sum(layer.token_bytes(form) for layer, form in self.layers)
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the bytes that a decode step of B sequences with L tokens each moves: weights and cache."""
+        """Return the bytes of weights and cache that a decode step of `batch` sequences of `context` tokens moves."""
         return self.weight_bytes(batch) + round(batch * (self.kv_bytes(context) + self.kv_token_bytes))
 
     def decode_flops(self, batch: int, context: int) -> int:
-        """Return the operations of a decode step of B sequences with L tokens each."""
+        """Return the operations of a decode step of `batch` sequences of `context` tokens."""
         kept = kept_tokens(self.kv_budget, context)
         attention = sum(layer.decode_flops(kept + 1) for layer, _ in self.layers)
         return batch * round(2 * (self.parameters + self.head_parameters) + attention)
@@ -179,10 +177,10 @@ class Cost:
 
 
 def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
-    """Count the work of a model's steps.
+    """Count the bytes and operations of a model's steps.
 
     Args:
-        model: loaded model. A model run by transformers is counted by its bytes, without attention.
+        model: loaded model. For a model that transformers runs, only the weights are counted, without attention.
         layouts: layouts of the model's KV cache.
     """
     if not isinstance(model, NativeModel):
@@ -210,7 +208,7 @@ def model_cost(model: Model, layouts: Sequence[Layout]) -> Cost:
 
 
 def product_type(model: Model) -> str:
-    """Return the number type of most of a model's products."""
+    """Return the number type in which most of a model's matrix products are computed, e.g. "bfloat16" or "int8"."""
     name = dtype_name(model.dtype)
     if not isinstance(model, NativeModel):
         return name
@@ -244,7 +242,7 @@ def _size(linear: Any) -> int:
 
 
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:
-    """Return the typical decode step of a run; None for the length sweep, or if no step is typical."""
+    """Return bytes, operations and seconds of a run's `typical_step`; None for a length sweep, or without such a step."""
     step = typical_step(run)
     # The sweep mixes lengths, so none of its steps is typical.
     if step is None or run.workload.name == SWEEP_NAME:
@@ -267,13 +265,13 @@ def _limits(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
 
 
 def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: int) -> RooflineRecord | None:
-    """Return the prefill of the longest prompts, for runs with a concurrency of 1; None for other runs.
+    """Return bytes, operations and median seconds of the prefill of the longest prompts; None if concurrency is not 1.
 
     Args:
         run: the run.
         cost: bytes and operations of the model's steps.
         ceilings: limits of the machine.
-        budget: number of tokens per prompt chunk.
+        budget: number of prompt tokens that one step computes.
     """
     timings = [timing for timing in run.requests if timing.token_s]
     if run.workload.concurrency != 1 or not timings:
@@ -314,7 +312,7 @@ class DecodeStep:
 
     Args:
         batch: number of sequences.
-        context: total tokens of all sequences before the step.
+        context: number of tokens of all sequences together, before the step.
         seconds: time since the previous step.
     """
 
@@ -357,13 +355,13 @@ def typical_step(run: BenchmarkRun) -> DecodeStep | None:
 
 
 def fit_itl(result: BenchmarkResult) -> PolynomialFit | None:
-    """Fit ITL = a + b context (seconds, tokens) over all steps of a single sequence; None if there are too few."""
+    """Fit ITL = a + b * context (seconds, tokens) to all decode steps of a single sequence; None with too few steps."""
     steps = [step for run in result.runs for step in decode_steps(run) if step.batch == 1]
     return fit_polynomial([(step.context, step.seconds) for step in steps])
 
 
 def fit_ttft(result: BenchmarkResult) -> PolynomialFit | None:
-    """Fit TTFT = a + b prompt + c prompt^2 (seconds, tokens) over requests that had the engine to themselves.
+    """Fit TTFT = a + b * prompt + c * prompt^2 (seconds, tokens) to requests that ran alone in the engine.
 
     With too few lengths for a curve it fits a straight line; with too few for a line it returns None.
     """

@@ -1,9 +1,9 @@
-"""Comparison of two models by alternating rounds A B B A A B B A ..., so that drift (clocks, load, heat) affects both
-alike.
+"""Compare the speed of two models in alternating rounds A B, B A, A B, ...
 
+Drift of the machine (clocks, load, heat) then affects both models equally.
 A ratio divides the two models' medians over all rounds. Its noise is half the spread between the rounds of a single
 model, relative to their median; the larger of the two models' values counts. A difference counts only if every round
-shows it and it exceeds the noise.
+has it in the same direction and it exceeds the noise.
 """
 
 import dataclasses
@@ -104,7 +104,8 @@ class Ratio:
         metric: "TTFT", "ITL", "TPOT" or "tokens/s".
         value, baseline: medians over all rounds of the model and of the baseline; seconds, or tokens per second.
         low, high: smallest and largest ratio of a single round.
-        noise: half the spread of a model's own rounds, as a share of its median; the larger of the two models' values.
+        noise: half the spread between the rounds of one model, relative to their median; the larger of the two models'
+            values.
         verdict: "faster", "slower", or "noise" if the difference does not exceed the noise or the rounds disagree about
             its direction. Smaller latencies and more tokens/s count as faster.
     """
@@ -130,7 +131,7 @@ def _speeds(run: BenchmarkRun) -> dict[str, float | None]:
 
 
 def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
-    """Compare every metric that both runs have.
+    """Compare every latency and the throughput that both runs have.
 
     Args:
         run, baseline: runs of the same workload with the same number of rounds.

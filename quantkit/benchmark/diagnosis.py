@@ -1,4 +1,4 @@
-"""Interpretation of a benchmark: where time goes, what limits speed, what to try next, and the expected gain.
+"""Interpret a benchmark: where time goes, what limits speed, what to try next, and the expected gain.
 
 It applies fixed rules to measured numbers. Each finding states the numbers it uses. An expected gain is the time that
 the saved bytes or operations take at the measured speed, so it is an upper bound unless stated otherwise. The sentences
@@ -30,8 +30,8 @@ _BUSY = 0.5  # p75 - p25 over p50 of ITL
 _STALL = 3.0  # p99 over p50 of ITL
 _QUEUE = 2.0  # TTFT under load over TTFT alone
 _SHORTER = "Shorten contexts."
-_SPECULATION = "speculation"  # key in the settings of a result if drafts are on
-# The next smaller cache. Those of 3 and 2 bits lose several times as much, so they are not advised.
+_SPECULATION = "speculation"  # key that the settings of a result have only if drafts are on
+# Advice for a smaller KV cache. Caches of 3 and 2 bits cause several times the error, so they are not advised.
 _SMALLER_CACHE = {"int8": "Use --kv-cache int4.", "fp8": "Use --kv-cache int4."}
 _SMALLEST_CACHES = tuple(form.name for form in KV_FORMS.values() if form.bits <= 4)
 
@@ -61,7 +61,7 @@ def _texts() -> dict[str, dict[str, str]]:
 
 
 def _finding(name: str, **values: Any) -> Finding:
-    """Return the finding of this name with these values filled in."""
+    """Return the finding that has this name in findings.yaml, with the values filled into its sentences."""
     return Finding(**{part: _Sentences().format(text, **values) for part, text in _texts()[name].items()})
 
 
@@ -71,7 +71,8 @@ def diagnose(result: BenchmarkResult, cost: Cost, baseline: BenchmarkResult | No
     Args:
         result: measured result.
         cost: bytes and operations of the model's steps.
-        baseline: result of another model measured in alternating rounds; the comparison comes first.
+        baseline: result of another model, measured in alternating rounds. Its comparison comes before all other
+            findings.
     """
     findings = [] if baseline is None else list(_compared(result, baseline))
     runs = [run for run in result.runs if run.workload.name != SWEEP_NAME and run.ttft_s]
@@ -107,7 +108,7 @@ def _compared(result: BenchmarkResult, baseline: BenchmarkResult) -> Iterator[Fi
 
 
 def _allowed(result: BenchmarkResult, baseline: BenchmarkResult, ratio: Ratio) -> str:
-    """Return a clause with the ratio of the floors of both models; empty if either floor is unknown."""
+    """Return a clause with the ratio of both models' least possible times (floors); empty if a floor is unknown."""
     run = result.find_run(ratio.workload)
     phase, batch = ("prefill", 1) if ratio.metric == "TTFT" else ("decode", run and run.workload.concurrency)
     floors = [
@@ -178,7 +179,7 @@ def _decode_binding(record: RooflineRecord, cost: Cost, result: BenchmarkResult)
 
 
 def _cache_type(result: BenchmarkResult) -> str:
-    """Return the type of most layers of the KV cache; the record may also say that others differ."""
+    """Return the number type that most layers of the KV cache have, without the record's note on other layers."""
     return result.kv_cache.partition(" ")[0]
 
 
@@ -187,7 +188,7 @@ def _smaller_cache(result: BenchmarkResult) -> str:
 
 
 def _fewer_bytes(cost: Cost, weights: int, cached: float, result: BenchmarkResult) -> tuple[str, float]:
-    """Return advice on what to make smaller, and the bytes per step that this saves."""
+    """Return advice on how a decode step can move fewer bytes, and the number of bytes that this saves."""
     now = (cost.read_bytes - cost.head_bytes) / max(1, cost.parameters)
     if cached > weights:
         if _cache_type(result) in _SMALLEST_CACHES:

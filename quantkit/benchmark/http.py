@@ -34,7 +34,7 @@ def measure_server(
     """Measure every workload on a server.
 
     Args:
-        remote: the server, not opened yet.
+        remote: the server; this function opens and closes the connection.
         options: what to measure; static batches are not supported.
         vocab_size: number of tokens that prompts are drawn from.
         avoid: tokens that prompts must not contain.
@@ -59,7 +59,7 @@ def measure_server(
 
 
 async def run_load(remote: Remote, load: Load) -> BenchmarkRun:
-    """Send the requests of a load and time them; see `benchmark.workload.run_load`."""
+    """Send the requests of a load to a server and time them, as `benchmark.workload.run_load` does with an engine."""
     workload, first = load.workload, load.workload.num_warmup
     requests = list(zip(load.prompts, load.new_tokens, strict=True))
     await asyncio.gather(*(_timed(remote, number, *request) for number, request in enumerate(requests[:first])))
@@ -100,7 +100,8 @@ async def _timed(
     count = int(usage.get("completion_tokens", len(times)))
     if count != new_tokens or not times:
         raise RequestError(
-            f"{remote.url} generated {count} tokens instead of {new_tokens}, so its timing would be misleading"
+            f"{remote.url} generated {count} tokens instead of {new_tokens}, so its timing would be misleading; "
+            "measure a server that supports ignore_eos"
         )
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return RequestTiming(

@@ -1,4 +1,4 @@
-"""Predicted and observed memory: weights, KV pool, residual windows, activations, and their sum, the peak.
+"""Compare predicted and observed memory: weights, KV pool, residual windows, activations, and their sum, the peak.
 
 Observed values are the summed sizes of the tensors that exist, not sizes reported by the code that allocated them. The
 peak is the sum of the parts, not the memory of the process: the process also holds libraries, and the system allocates
@@ -69,19 +69,19 @@ def observed_activation_bytes(work: Callable[[], object], device: torch.device) 
 
 
 def process_bytes(device: torch.device) -> int | None:
-    """Return the memory of the process: resident on a CPU, reserved by the allocator on CUDA."""
+    """Return the bytes of memory that the process holds: resident on a CPU, reserved by the allocator on CUDA."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
 def memory_records(llm: LLM, prediction: Prediction | None, options: BenchmarkOptions) -> tuple[MemoryRecord, ...]:
-    """Return one record per part, one for their sum, and one for memory that cannot be predicted.
+    """Return the memory of a model: one record per part, one for their sum, and one for memory that is not predicted.
 
     Activations are those of the largest possible step.
 
     Args:
         llm: loaded, idle model.
-        prediction: prediction from headers; None if there is none.
-        options: options of the benchmark, which determine the largest step.
+        prediction: prediction made before loading; None if there is none.
+        options: options of the benchmark; they determine the largest step.
     """
     engine, cache = llm.engine, llm.engine.runner.cache
     settings, count = engine.config, max(options.concurrencies, default=1)

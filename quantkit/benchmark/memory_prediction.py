@@ -1,4 +1,4 @@
-"""Prediction of a model's memory before loading, from config.json and shard headers.
+"""Predict a model's memory before loading, from config.json and shard headers.
 
 The model is built as the loader builds it, but from headers only. The kernels lay out a few rows of each linear, and
 larger sizes are extrapolated.
@@ -99,7 +99,7 @@ def predict(
     head_dtype: str | None = None,
     mtp: bool = False,
 ) -> Prediction | None:
-    """Predict the memory of a model directory loaded with these settings; reads only headers.
+    """Predict the memory that a model takes when it is loaded with these settings; reads only headers.
 
     Args:
         path: the model directory.
@@ -183,8 +183,9 @@ class _HeaderWeights(Weights):
         self, names: Sequence[str], orders: Mapping[str, Tensor] | None = None, read_share: float = 1.0
     ) -> Linear:
         kinds = [(self._scheme(name), self.stored(f"{name}.weight")) for name in names]
-        bias = any(f"{name}.bias" in self.reader for name in names)  # if only some have one, the others get zeros
-        # As in the loader, linears are fused only if they are stored alike.
+        # If only some of these linears have a bias, the others get zeros.
+        bias = any(f"{name}.bias" in self.reader for name in names)
+        # As in the loader, linears are fused only if they are stored in the same way.
         for group in [names] if len(set(kinds)) == 1 else [[name] for name in names]:
             rows, width = sum(self._sizes[name][0] for name in group), self._sizes[group[0]][1]
             scheme, stored = kinds[names.index(group[0])]
@@ -226,7 +227,7 @@ class _HeaderWeights(Weights):
         self.num_bytes += _laid_out_bytes(rows, width, scheme, bias, stored, self.dtype, self.target)
 
     def _scheme(self, name: str) -> LinearScheme | None:
-        """Return the scheme of a quantized linear; None if the linear is stored unquantized."""
+        """Return the quantization scheme of a linear; None if the linear is stored unquantized."""
         return stored_scheme(name, self._local.get(name, set()), self.scheme)
 
 

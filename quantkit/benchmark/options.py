@@ -21,7 +21,7 @@ def _goodput_limit(metric: str, flag: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkOptions:
-    """Settings of a measurement. The text of each field describes it; with `static`, static batches are measured too.
+    """Settings of a benchmark. The help text of each field describes it; `static` adds runs in static batches.
 
     Raises:
         RequestError: a number is out of range, or there is nothing to measure.
@@ -66,7 +66,7 @@ class BenchmarkOptions:
             if value < 1:
                 raise RequestError(f"the {name} is {value}; it must be at least 1")
         if not self.concurrencies and not self.rates:
-            raise RequestError("nothing to measure: give a concurrency or a rate")
+            raise RequestError("nothing to measure: give --batch or --rate (in Python: concurrencies or rates)")
         if not all(rate > 0 for rate in self.rates):
             raise RequestError(f"the rates are {self.rates}; each must be above 0 requests per second")
         if not 0 <= self.spread < 1:
@@ -78,7 +78,7 @@ class BenchmarkOptions:
         return max([*self.concurrencies, *(32 for _ in self.rates)])
 
     def workloads(self) -> list[Workload]:
-        """Return all runs; the length sweep is last."""
+        """Return the workloads to measure; if a workload has a concurrency of 1, the length sweep is the last."""
         from quantkit.benchmark.workload import STATIC, closed_loop, length_sweep, poisson  # late, for a fast --help
 
         sizes = {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens, "seed": self.seed}

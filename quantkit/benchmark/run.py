@@ -1,8 +1,8 @@
 """Benchmark of one model, or of two in alternating rounds: latencies, memory, and the machine's limits.
 
-`compare_cache` measures the gain of a KV cache: it generates a text with the cache, and by recomputing the whole
-context for each token. Recomputing uses the same engine, kernels and chunks: each token is a separate request whose
-prompt is all text before the token. So the cache is the only difference.
+`compare_cache` measures the time that a KV cache saves: it generates a text with the cache, and again by recomputing
+the whole context for each token. Recomputing uses the same engine, kernels and chunks: each token is a separate request
+whose prompt is all text before the token. So the cache is the only difference.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +105,7 @@ def _name(model: str | Path | None) -> str:
 
 
 def find_ceilings(targets: Sequence[BenchmarkTarget]) -> Ceilings:
-    """Measure both limits of the machine, with matrix products in every number type that the targets use."""
+    """Measure the machine's memory bandwidth, and its compute rate in every number type that the targets use."""
     types = {getattr(torch, target.cost.product) for target in targets}
     types |= {target.llm.model.dtype for target in targets}
     return measure_ceilings(targets[0].llm.device, tuple(sorted(types, key=str)))
@@ -228,7 +228,7 @@ def _device_name(device: torch.device) -> str:
 
 
 class Mark(NamedTuple):
-    """Seconds until this many tokens were generated, with and without the cache, and the ratio of both times."""
+    """Seconds until `new_tokens` tokens were generated, with the cache and by recomputing, and the ratio of the two."""
 
     new_tokens: int
     cached_s: float
@@ -251,7 +251,7 @@ class CacheComparison:
     num_same: int
 
     def marks(self) -> list[Mark]:
-        """Times at 1, 10, 30, 100, 300, ... tokens and at the end."""
+        """Return the times until 1, 10, 30, 100, 300, ... tokens and until the last token."""
         count = self.cached.num_new_tokens
         numbers = [*(mark for mark in _MARKS if mark < count), count]
         ways = ([way.token_s[n - 1] - way.arrived_s for n in numbers] for way in (self.cached, self.recomputed))
@@ -261,7 +261,7 @@ class CacheComparison:
 def compare_cache(
     llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
 ) -> CacheComparison:
-    """Generate greedily with and without the cache.
+    """Time greedy generation with the KV cache, and by recomputing the whole context for each token.
 
     Args:
         llm: an idle model with its prefix cache off.
@@ -280,7 +280,7 @@ def compare_cache(
 def generate_by_recomputing(
     llm: LLM, prompt: Sequence[int], new_tokens: int, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[int], RequestTiming]:
-    """Return greedy tokens, each from a prefill of everything before it, and their timestamps."""
+    """Generate each token greedily from a prefill of all text before it; return the new tokens and their timestamps."""
     ids, timings = list(prompt), list[RequestTiming]()
     for _ in range(new_tokens):
         completion = _generate(llm, ids, 1)

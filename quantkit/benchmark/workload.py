@@ -108,12 +108,12 @@ def make_load(
 
 
 def request_key(workload: Workload) -> str:
-    """Return the seed of a workload's requests; a closed loop and the static batches beside it share it."""
+    """Return the seed of a workload's requests; a closed loop and static batches of the same size share a seed."""
     return f"{workload.seed} {workload.name.replace(STATIC, 'closed-')}"
 
 
 def check_capacity(workloads: Sequence[Workload], capacity: int, what: str) -> None:
-    """Check that every request fits.
+    """Check that the prompt and the answer of every request fit together into one sequence.
 
     Args:
         workloads: workloads to send.
@@ -157,7 +157,7 @@ def _arrivals(workload: Workload) -> tuple[float, ...]:
 
 
 class SteppedEngine(Protocol):
-    """The engine to measure: quantkit's or vLLM's."""
+    """An engine that can be measured: quantkit's or vLLM's."""
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int: ...
     def step(self) -> list[StepOutput]: ...

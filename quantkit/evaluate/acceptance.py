@@ -1,7 +1,8 @@
-"""Compare how many drafts of their MTP heads two models accept, with the same prompts and settings.
+"""Compare the shares of drafted tokens that two models accept. Each model's MTP head makes the drafts.
 
-The models draft even where it saves no time. Each model drafts for its own text, so a model whose text repeats itself
-accepts more drafts. Read the ratio together with the other comparisons.
+Both models get the same prompts and settings, and draft even where that saves no time. Each model drafts for the text
+that it generates itself, so a model that repeats itself accepts more drafts. A higher share alone therefore does not
+mean that a model is better.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, MAX_PROMPTS = 64, 64, 32
-Counts = tuple[list[int], list[int]]  # by position in a step: drafts, and accepted drafts
+Counts = tuple[list[int], list[int]]  # numbers of drafted and of accepted tokens, by position in a step
 Side = tuple[Path, Mapping[str, Any]]  # directory of a model, and keywords of `LLM`
 
 
@@ -29,18 +30,18 @@ def check_heads(sides: tuple[Side, Side]) -> None:
 
 
 def compare_acceptance(sides: tuple[Side, Side], text: str, progress: Callable[[str], None]) -> tuple[Comparison, ...]:
-    """Compare the acceptance of drafts: all of them, then the first, second, ... of a step.
+    """Compare two models' shares of accepted drafts: of all drafts, then of the first, second, ... draft of a step.
 
     Args:
-        sides: the model, and the original.
-        text: text whose beginning is split into prompts of `PROMPT_TOKENS` tokens.
+        sides: (directory, keywords of `LLM`) of the model and of the original.
+        text: text whose beginning is split into at most `MAX_PROMPTS` prompts of `PROMPT_TOKENS` tokens.
         progress: callback for progress messages.
     Raises:
         RequestError: a model has no MTP head.
     """
     ids = LLM(sides[1][0], lazy=True).encode(text)[: PROMPT_TOKENS * MAX_PROMPTS]
     prompts = [ids[start : start + PROMPT_TOKENS] for start in range(0, len(ids), PROMPT_TOKENS)]
-    progress(f"acceptance of drafts after {len(prompts)} prompts")
+    progress(f"measuring the acceptance of drafts with {len(prompts)} prompts")
     (drafted, accepted), (before, kept) = (_count(path, settings, prompts) for path, settings in sides)
     rows = [("all", sum(before), sum(kept), sum(drafted), sum(accepted))]
     rows += [(f"position {n + 1}", *each) for n, each in enumerate(zip(before, kept, drafted, accepted, strict=True))]
@@ -48,7 +49,7 @@ def compare_acceptance(sides: tuple[Side, Side], text: str, progress: Callable[[
 
 
 def _count(path: Path, settings: Mapping[str, Any], prompts: list[list[int]]) -> Counts:
-    """Load a model, count its drafts and its accepted drafts by position, and free it."""
+    """Load a model, count its drafted and its accepted tokens by position in a step, and free the model."""
     llm = LLM(path, **{**settings, "speculate": "mtp", "force_speculation": True})
     llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
     controller = llm.engine.controller
@@ -57,7 +58,7 @@ def _count(path: Path, settings: Mapping[str, Any], prompts: list[list[int]]) ->
 
 
 def _comparison(name: str, before: int, kept: int, drafted: int, accepted: int) -> Comparison:
-    """Compare two shares, with the normal approximation for the interval of their difference."""
+    """Compare two models' shares of accepted drafts; a normal approximation gives the interval of the difference."""
     baseline, value = kept / before, accepted / drafted
     reach = 1.96 * (baseline * (1 - baseline) / before + value * (1 - value) / drafted) ** 0.5
     difference = value - baseline

@@ -2,7 +2,7 @@
 
 To compare two models, both answer the same prompts with the same seeds, each in its own chat template. Rules, not a
 judge model, check whether answers loop, end, call tools validly and have the requested form. Module `decision_margins`
-compares two models on the original's answers.
+compares a compressed model with its original on answers that the original wrote.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ from quantkit.runtime.types import SamplingParams
 TEMPERATURE, TOP_P = 0.7, 0.95
 _LOOP_TOKENS, _LOOP_TIMES = 24, 3
 _OTHER_SCRIPT = 0.1
-_MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000  # spacing of indices between rounds, and of seeds between runs
+# Indices of answers differ by this much from round to round, and seeds of answers by this much from plan to plan.
+_MOST_PROMPTS, _MOST_ANSWERS = 100_000, 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +32,10 @@ class Question:
     """A prompt, formatted with a model's chat template.
 
     Args:
-        number: position of the prompt in the set; answers of two models to the same number are compared.
+        number: position of the prompt in its file. Two models' answers to prompts with the same number are compared.
         prompt: the prompt.
         ids: token ids of the prompt, formatted with the template.
-        is_thinking: whether the template has already opened the thinking section.
+        is_thinking: whether the template has opened a thinking section, so that the answer begins with thinking.
     """
 
     number: int
@@ -50,11 +51,11 @@ class BehaviourPlan:
     Args:
         name: name of the set of prompts.
         questions: prompts that can be used with the model.
-        num_left_out: number of prompts that the model's template refuses or that exceed the context.
+        num_left_out: number of prompts left out, because the template refuses them or they exceed the context.
         num_seeds: number of answers to each prompt.
         max_tokens: maximum number of tokens of an answer.
         seed: seed from which the seeds of all answers are computed.
-        dialect: how the model writes tool calls.
+        dialect: form in which the model writes tool calls and thinking.
     """
 
     name: str
@@ -72,10 +73,10 @@ class Trace:
 
     Args:
         index: number of the answer; two models' answers to the same prompt with the same seed have the same number.
-        question: the question.
+        question: the prompt that was answered.
         token_ids: tokens of the answer, including the end token, if there is one.
         text: text of the answer, with special tokens but without the end token.
-        ended: whether the model ended the answer; otherwise the answer was cut off.
+        ended: whether the model ended the answer; False = the answer was cut off at the maximum length.
     """
 
     index: int
@@ -93,13 +94,13 @@ def has_chat_template(llm: Evaluated) -> bool:
 def make_plan(
     llm: Evaluated, prompts: Sequence[Prompt], *, name: str, count: int | None, seeds: int, max_tokens: int, seed: int
 ) -> BehaviourPlan:
-    """Format prompts with a model's chat template, and leave out prompts that it refuses or that exceed the context.
+    """Plan a behaviour test with all prompts that a model's chat template accepts and that fit the model's context.
 
     Args:
         llm: the model.
         prompts: prompts in order.
-        name: name of the set.
-        count: maximum number of prompts: only the first usable ones are kept; None = all.
+        name: name of the set of prompts.
+        count: maximum number of prompts, taken from the first usable prompts; None = all.
         seeds: number of answers to each prompt.
         max_tokens, seed: see `BehaviourPlan`.
     Raises:
@@ -133,7 +134,10 @@ def make_plan(
         began = dialect.begins_thinking(text)
         questions.append(Question(number=number, prompt=prompt, ids=tuple(ids), is_thinking=began))
     if not questions:
-        raise DataError(f"none of the prompts of {name} can be used with {llm.path}: {reasons[-1]}")
+        raise DataError(
+            f"none of the prompts of {name} can be used with {llm.path} (the last one: {reasons[-1]}); give other "
+            "--prompts, or leave the test out with --no-behaviour"
+        )
     return BehaviourPlan(
         name=name,
         questions=tuple(questions),
@@ -167,7 +171,7 @@ def sample_answers(llm: Evaluated, plan: BehaviourPlan, say: Say | None = None) 
 
 
 def is_loop(trace: Trace) -> bool:
-    """Whether an answer was cut off while repeating a sequence at least three times, over at least 24 tokens in all."""
+    """Whether an answer was cut off, and ends in one sequence repeated at least 3 times, over at least 24 tokens."""
     ids, size = trace.token_ids, len(trace.token_ids)
     if trace.ended:
         return False
@@ -210,11 +214,11 @@ RATES: dict[str, tuple[bool, Count]] = {
 
 
 def measure_rates(plan: BehaviourPlan, traces: Sequence[Trace]) -> tuple[TaskResult, ...]:
-    """Return one result for each rate that applies to at least one answer."""
+    """Compute the rates in `RATES`; return one result for each rate that applies to at least one answer."""
     counted: dict[str, list[SampleRecord]] = {name: [] for name in RATES}
     for trace in traces:
         for name, score in scores(plan, trace).items():
-            # Keep answers and their lengths with one rate only.
+            # Store each answer and its length once, in the records of one rate, not in those of every rate.
             kept: dict[str, Any] = {}
             if name == "unended":
                 kept = {"answer_tokens": len(trace.token_ids), "answer": trace.text}

@@ -1,4 +1,4 @@
-"""Decision margins: how clearly a model prefers the original's tokens at the decisions in the original's answers.
+"""Measure decision margins: how clearly a model prefers the original's token where an answer decides what comes next.
 
 The original writes answers; then both models score the tokens of these answers (teacher forcing). At a token that
 decides what happens next, such as the start of a tool call or the end of a turn, the margin is the logit of this token
@@ -46,7 +46,7 @@ class Decision:
         at: position of the token in the answer.
         kind: a key of `DECISIONS`.
         same: tokens that express the same decision. The answer's token is one of them, unless `against` is set.
-        against: whether the answer decided against all tokens in `same`; the answer's token is then a different one.
+        against: whether the answer decided against all tokens in `same`, so that its own token is not among them.
     """
 
     at: int
@@ -104,7 +104,7 @@ class DecisionFinder:
             decisions.append(Decision(at=len(texts), kind="end", same=tuple({last, *self._ends})))
         first = bisect_right(starts, begin) - 1
         declines = tools and self._start and not spans
-        # The first token may be the end token: an empty answer is an answer without a call, too.
+        # An empty answer, whose first token is the end token, also decides against a call.
         if declines and first < len(trace.token_ids):
             decisions.append(Decision(at=first, kind="no_tool", same=self._start, against=True))
         return decisions
@@ -136,7 +136,7 @@ class ScoredTrace:
     """One answer, scored by both models.
 
     Args:
-        number: number of the question.
+        number: position of the prompt in its file, see `Question`.
         kl: KL(original || model) at each token, nats.
         entropy: entropy of the original's distribution at each token, nats.
         margins: (kind, original's margin, model's margin) of each decision for which the original's margin is positive.
@@ -197,7 +197,11 @@ class _TraceScorer:
 
     @torch.inference_mode()
     def add(self, reference: Tensor, value: Tensor) -> None:
-        """Compare the models at the next t tokens of the answer; both logits are (t, V)."""
+        """Compare the models at the next t tokens of the answer.
+
+        Args:
+            reference, value: logits of the original and of the model, (t, V).
+        """
         start = len(self._kl)
         for each in self._decisions:
             if start <= each.at < start + len(reference):
@@ -223,7 +227,7 @@ def compare_behaviour(
     """Compare a model with its original on the original's answers.
 
     Args:
-        llm, original: both models.
+        llm, original: the model and its original.
         plan: the model's behaviour test; see `score_traces`.
         traces: the original's answers, and the model's answers to the same prompts with the same seeds.
         say: callback for progress.
@@ -287,10 +291,10 @@ def _margin_record(kind: str, prompts: Sequence[Sequence[tuple[float, float]]]) 
 
 
 def _examples(plan: BehaviourPlan, traces: tuple[Sequence[Trace], Sequence[Trace]]) -> tuple[ExampleRecord, ...]:
-    """Return examples of answers that differ.
+    """Return examples of prompts that the two models answer differently.
 
-    Examples in which the model's answer is worse come first, one of each kind of loss in turn. The other examples
-    follow, earliest difference first.
+    Prompts with a worse answer of the model come first; among them, the kinds of loss take turns. The other prompts
+    follow, those with the earliest difference first.
     """
     examples: list[tuple[int, int, ExampleRecord]] = []
     seen: dict[str, int] = defaultdict(int)

@@ -1,6 +1,6 @@
-"""Drift: how the distance from the original grows along texts that the original itself has written.
+"""Measure drift: how a model's distance from its original grows along texts that the original wrote.
 
-While a model decodes, every token reads keys and values that were computed from earlier tokens, and quantized. Their
+While a model with a quantized KV cache decodes, every token reads quantized keys and values of earlier tokens. The
 errors may add up over thousands of tokens, which short windows do not show. Here the original samples a long text after
 each prompt. Then both models read these texts one token per step, as in decoding, and their distributions are compared
 at every position. Both read the same text, so an earlier difference never changes what a model reads later.
@@ -32,17 +32,17 @@ from quantkit.runtime.types import SamplingParams
 PROMPTS = 8
 LEAST_TOKENS = 64
 _PARTS = 4  # stretches of equal length whose mean KL is reported
-_PER = 1000  # tokens; the unit of the slope
+_PER = 1000  # the slope is the growth of KL per this many tokens
 
 
 def measure_drift(
     llm: LLM, original: LLM, windows: Windows, *, tokens: int, seed: int = 0, say: Say | None = None
 ) -> DriftResult:
-    """Let the original write texts, and measure at each position how far the model is from it.
+    """Let the original write texts, and measure how the model's KL from the original grows along these texts.
 
     Args:
         llm, original: the models.
-        windows: texts whose beginnings are the prompts.
+        windows: windows of token ids; the beginning of each is a prompt.
         tokens: number of tokens to write after each prompt.
         seed: seed of the first text; each further text has the next seed.
         say: callback for progress.
@@ -84,7 +84,7 @@ def _compare(llm: LLM, original: LLM, windows: Windows, tokens: int, seed: int, 
     # The logits after a token are those of the next one, so nothing is measured after the last token.
     traces = tuple((*prompt, *text[:-1]) for prompt, text in zip(prompts, texts, strict=True))
     meter = Meter(say, "positions", [1] * (tokens * len(traces)))
-    # Filled in place: small tensors that are kept would lie between freed rows and keep their memory from being reused.
+    # Filled in place: small tensors between freed logits would keep the memory of these logits from being reused.
     kl, agrees = torch.empty(len(traces), tokens), torch.empty(len(traces), tokens, dtype=torch.bool)
     counts = [0] * len(traces)
     at_once = min(fitting_texts(each, len(traces[0])) for each in (llm, original))

@@ -1,10 +1,12 @@
-"""Distance of a model's next-token distributions from the original's, on fixed text.
+"""Measure the distance of a model's next-token distributions from the original's, on fixed text.
 
-KL is KL(original || model) in nats for every position of every window. It needs no labels and uses every token, so it
-detects smaller differences than accuracy does, but it does not show whether a difference matters.
-Greedy texts are compared up to the first token that differs, because the texts are unrelated after it.
+The distance is KL(original || model) in nats, at every position of every window. It needs no labels and uses every
+token, so it detects smaller differences than accuracy does, but it does not show whether a difference matters.
+Both models also generate texts greedily. These are compared up to the first token that differs, because the texts are
+unrelated after it.
 
-The bundled runtime gives whole distributions; `top_fidelity` is for serving engines, which do not.
+This module needs whole distributions, which quantkit's engine gives. Module `top_fidelity` is for serving engines that
+give only the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
 
 WINDOW, MAX_TOKENS = 256, 8192
 GREEDY_PROMPTS, GREEDY_CONTEXT, GREEDY_TOKENS = 16, 32, 64
-_BLOCK_BYTES = 32 << 20  # of logits compared at once; a comparison holds four arrays of this size
-_DECODED = 16  # windows that are decoded at once: fewer would read the weights more often
-_BATCH_BYTES = 128 << 20  # of one model's logits of a batch of windows, unless a single window needs more
+_BLOCK_BYTES = 32 << 20  # maximum for the logits compared at once; a comparison holds four arrays of this size
+_DECODED = 16  # windows decoded at once; with fewer, the weights would be read more often
+_BATCH_BYTES = 128 << 20  # maximum for one model's logits of a batch of windows; a single window may need more
 
 Windows = tuple[tuple[int, ...], ...]
 
@@ -78,7 +80,7 @@ def fixed_windows(
         llm: model that provides the tokenizer and the maximum context.
         text: a text, or token ids, to which no BOS is added.
         window: tokens per window including BOS; at most the model's context.
-        max_tokens: maximum number of tokens in all windows; the rest of the text is not used.
+        max_tokens: number of tokens to use from the beginning of the text, rounded up to whole windows.
     Raises:
         DataError: there is no tokenizer, or the text is too short for one window of two tokens.
     """
@@ -109,8 +111,8 @@ def fidelity(
         original: the original, with the same vocabulary.
         windows: windows of token ids, see `fixed_windows`.
         data: name of the text, for the record.
-        greedy_tokens: number of tokens to generate greedily per prompt; the prompts are the beginnings of the first few
-            windows; 0 = generate nothing.
+        greedy_tokens: number of tokens to generate greedily after the beginning of each of the first windows; 0 = do
+            not generate.
         say: callback for progress.
     Raises:
         ModelError: the vocabularies differ.
@@ -140,7 +142,7 @@ def fidelity(
 
 
 def summarize(parts: Sequence[Distances], **known: Any) -> FidelityResult:
-    """Build the record from the distances of each window and further fields."""
+    """Build a `FidelityResult` from the distances of each window; `known` are its other fields."""
     every = join_distances(parts)
     return FidelityResult(
         num_tokens=len(every.kl),
@@ -192,8 +194,10 @@ def paired_batches(original: LLM, llm: LLM, theirs: Windows, ours: Windows) -> I
 
 
 def fitting_texts(llm: LLM, tokens: int) -> int:
-    """Return how many texts of this length the cache holds. If one model read more texts at once than the other, the
-    logits without a pair would fill the memory.
+    """Return how many texts of `tokens` tokens fit a model's KV cache at the same time.
+
+    Two compared models must both read the smaller of their two numbers of texts at a time. Otherwise the logits of one
+    model would fill the memory while they wait for the other model's.
     """
     cache = llm.engine.runner.cache
     if cache is None:  # transformers runs the model, one text at a time
@@ -263,7 +267,9 @@ def _chunk_size(llm: LLM, windows: Windows) -> int:
 
 
 def compare_windows(llm: LLM, windows: Windows, reference: Sequence[Tensor]) -> Distances:
-    """Compare a model that has a quantized cache with known logits of the original; decode up to 16 windows at once.
+    """Measure the distances of a model with a quantized cache from stored logits of the original.
+
+    Up to 16 windows are decoded at once.
 
     Args:
         llm: the model.
@@ -284,7 +290,7 @@ def compare_windows(llm: LLM, windows: Windows, reference: Sequence[Tensor]) -> 
 
 @torch.inference_mode()
 def distances(reference: Tensor, value: Tensor) -> Distances:
-    """Compute KL and agreement at each position.
+    """Compute, at each position, KL(original || model) and whether both have the same likeliest token.
 
     Args:
         reference, value: logits of the original and of the model; (T, V) float32.
@@ -348,6 +354,6 @@ def greedy_texts(llm: Evaluated, windows: Windows, count: int, longest: int) -> 
 
 
 def divergences(texts: Texts, others: Texts) -> tuple[int | None, ...]:
-    """Return the first position where each pair of texts differs; None if they are equal."""
+    """Return, for each pair of texts, the first position where they differ, or None if they are equal."""
     pairs = (list(zip(ours, theirs, strict=True)) for ours, theirs in zip(texts, others, strict=True))
     return tuple(next((at for at, (a, b) in enumerate(pair) if a != b), None) for pair in pairs)

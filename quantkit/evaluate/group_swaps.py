@@ -147,7 +147,7 @@ def find_fused_groups(llm: LLM, original: LLM, *, moved: bool | None = None, apa
 
 
 def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, index: int) -> Iterator[FusedGroup]:
-    """Yield the fused groups of one layer."""
+    """Yield the quantized fused groups of one layer."""
     family = ours.config.family
     parts, here, there = family.parts, ours.blocks[index], theirs.blocks[index]
     mixing, output, recurrent = parts.qkv, parts.output, family.recurrent
@@ -176,11 +176,11 @@ def _layer_groups(sources: "_Sources", ours: NativeModel, theirs: NativeModel, i
 
 
 class _Sources:
-    """Reads both checkpoints from disk.
+    """Reads the quantized checkpoint and the original, and creates fused groups from them.
 
     Args:
         quantized, original: readers of the checkpoints.
-        layers: name of the list of decoder layers.
+        layers: name of the list of decoder layers, e.g. "model.layers".
         moved, apart: see `find_fused_groups`.
     """
 
@@ -252,7 +252,7 @@ class _Sources:
         return build_with_bias(weight, reader, module, model)
 
     def _decoded(self, module: str) -> QuantizedTensor:
-        """Read a quantized weight."""
+        """Read the quantized weight of a linear."""
         format_, scheme = self._stored
         linear = None if scheme is None else scheme.find(module)
         assert format_ is not None and linear is not None, module
@@ -305,7 +305,7 @@ class _Sources:
         return torch.where(before == 0, torch.ones_like(before), after / before)
 
     def _row_ratio(self, module: str, inputs: Tensor | None, scaled: bool) -> Tensor:
-        """Return the factors of a linear's outputs, (N,); ones unless `scaled`."""
+        """Return the factors, (N,), that scale a linear's outputs back to the original's; ones if `scaled` is False."""
         # Some linears of a fused group, e.g. q and k of q/k/v, may feed no other linear; they keep their scale.
         if not scaled:
             return torch.ones(self.original.info(f"{module}.weight").shape[0])

@@ -72,7 +72,9 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             count = None if batch_size in (None, "auto", 1, "1") else int(str(batch_size).removeprefix("auto:"))
             self.llm = load_llm(pretrained, **({"max_sequences": count, **settings} if count else settings))
         if self.llm.tokenizer is None:
-            raise RequestError(f"{self.llm.path} has no usable tokenizer; tasks need a tokenizer")
+            raise RequestError(
+                f"{self.llm.path} has no usable tokenizer, which tasks need; copy the original's tokenizer there"
+            )
         self.tokenizer = self.llm.tokenizer
         self.add_bos_token = add_bos_token
         self.batch_size = self.llm.engine.config.max_sequences
@@ -126,7 +128,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
             raise RequestError(f"the chat template refuses these messages: {first_line(error)}") from error
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the facts that lm-eval records about the model."""
+        """Return the dtype, the size and the KV cache type of the model, which lm-eval records with its results."""
         model = self.llm.model
         return {"model_dtype": str(model.dtype), "model_bytes": model.num_bytes, "kv_cache": self.llm.kv_type}
 
@@ -139,7 +141,11 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         return list(self.tokenizer(string, verbose=False, **options)["input_ids"])
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score continuations as lm-eval does, but refuse a request without any text, which lm-eval cannot split."""
+        """Return the log-probability of each continuation, and whether greedy decoding would generate it.
+
+        Raises:
+            RequestError: a request has neither a context nor a continuation.
+        """
         if any(not any(request.args) for request in requests):
             raise RequestError("a request has neither a context nor a continuation; give at least one token of each")
         return list(super().loglikelihood(requests, disable_tqdm))

@@ -61,7 +61,7 @@ def run_tasks(llm: Evaluated, asked: Asked, options: EvaluationOptions, seed: in
     """Run the requested tasks, and return one result per task.
 
     Raises:
-        DataError: lm-eval is missing, or a task or its items are not available, or lm-eval cannot run a task.
+        DataError: lm-eval is missing or cannot run a task, or a task or its items are not available.
     """
     import_language_model()
     say(f"reading the items of {counted(len(asked.tasks), 'task')}")
@@ -105,17 +105,19 @@ def _simple_evaluate(model: Any, tasks: list[Any], limit: float | None, options:
         )
     except QuantkitError:
         raise
-    except (KeyError, ValueError, TypeError) as error:  # a task's templates and filters are programs of their own
-        raise DataError(f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)})") from error
+    except (KeyError, ValueError, TypeError) as error:  # the templates and filters of a task are code
+        raise DataError(
+            f"lm-eval cannot run these tasks ({type(error).__name__}: {first_line(error)}); run them one by one, and "
+            "leave out the task that fails"
+        ) from error
 
 
 @contextlib.contextmanager
 def _patched_lm_eval() -> Iterator[None]:
-    """Patch lm-eval inside the `with` block: it compiles each template only once, and does not describe the machine and
-    the git repository.
+    """Make lm-eval compile each template only once, and skip its description of the machine, inside the `with` block.
 
-    Compiling a template for each item took a quarter of the time. Describing the machine takes seconds on every rank,
-    and git would print an error about a missing repository. lm-eval has no setting for either.
+    Compiling a template for each item took a quarter of the time. The description takes seconds on every rank, and
+    makes git print an error if there is no repository. lm-eval has no setting for either.
     """
     from lm_eval import evaluator
     from lm_eval.utils import env
@@ -182,7 +184,7 @@ def _task_result(name: str, results: Mapping[str, Any], count_tokens: Callable[[
         num_samples=len(rows) or int(results["n-samples"][name]["effective"]),
         # A task need not declare a direction: higher is better unless it says otherwise.
         higher_is_better=directions.get(metric) is not False,
-        # A metric of the whole corpus has no score per item, so such a task cannot be paired.
+        # A metric of the whole corpus has no score per item, so two models cannot be compared item by item.
         samples=samples if all(metric in sample.scores for sample in samples) else (),
         others={key.removesuffix(",none"): value for key, value in scores.items() if key != main},
         num_fewshot=int(results["n-shot"].get(name) or 0),

@@ -23,7 +23,7 @@ _LOGIT_BYTES, _LEAST_BUDGET = 64 << 20, 64  # limit of a step's float32 logits; 
 UNQUANTIZED = ("auto", "bf16", "fp16", "fp32")
 
 Evaluated = LLM | VllmLLM
-"""A loaded model that can be evaluated, in either engine."""
+"""A loaded model that can be evaluated, in quantkit's engine or in vLLM."""
 
 
 def load_llm(path: str | None = None, **settings: Any) -> LLM:
@@ -85,7 +85,7 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
     if file.is_file() and original.is_file() and filecmp.cmp(file, original, shallow=False):
         return  # the usual case; reading a vocabulary of 262,144 tokens takes seconds and hundreds of megabytes
     one, other = _vocabulary(ours), _vocabulary(theirs)
-    # A tokenizer that cannot be read says nothing against the pair, so only known vocabularies are compared.
+    # The pair is accepted if a vocabulary cannot be read, because that does not show that the two differ.
     if one is None or other is None or one == other:
         return
     raise DataError(
@@ -95,7 +95,7 @@ def check_same_language(model: str | None, baseline: str | None) -> None:
 
 
 def other_arithmetic(name: str) -> str:
-    """Return the dtype for the noise run: bfloat16, or float32 if the original runs in bfloat16."""
+    """Return the dtype in which the original runs again, to measure noise: float32 after bfloat16, else bfloat16."""
     return "float32" if name == "bfloat16" else "bfloat16"
 
 

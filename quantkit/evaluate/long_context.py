@@ -31,7 +31,7 @@ from quantkit.evaluate.work_sharing import Say, generate_in_turns
 from quantkit.results import SampleRecord, TaskResult
 from quantkit.runtime.types import SamplingParams
 
-ANSWER_TOKENS, SEVERAL_TOKENS = 12, 96  # of a single answer, and of several
+ANSWER_TOKENS, SEVERAL_TOKENS = 12, 96  # maximum generated tokens, for a single answer and for several
 LEDGER_PAIRS = 16
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 HEAD = "There is important information hidden in a lot of irrelevant text. Find it and remember it.\n"
@@ -69,20 +69,20 @@ class Needle:
 
 Fits = Callable[[str], bool]
 Writer = Callable[[random.Random, float, Fits], Needle]
-"""Function that returns a prompt as long as allowed. Its arguments are the random generator, the relative position of
-the fact if there is only one, and a function that says whether a text is short enough.
+"""Function that writes a text and a question, as long as allowed. Its arguments are a random generator, the relative
+position of the fact (ignored if there are several), and a function that says whether a text is short enough.
 """
 
 
 def write_passkey(rng: random.Random, depth: float, fits: Fits) -> Needle:
-    """Write a `Needle` of the kind `passkey`; see `Writer`."""
+    """Write a text with one pass key, and ask for the key; see `Writer`."""
     key = _key(rng)
     fact = f"The pass key is {key}. Remember it. {key} is the pass key. "
     return _needle([fact], [depth], "What is the pass key? The pass key is", (key,), fits, depth)
 
 
 def write_multikey(rng: random.Random, _: float, fits: Fits) -> Needle:
-    """Write a `Needle` of the kind `multikey`; see `Writer`."""
+    """Write a text with a pass key for each of eight names, and ask for one of the keys; see `Writer`."""
     keys = {name: _key(rng) for name in rng.sample(NAMES, 8)}
     asked = rng.choice(list(keys))
     facts = [f"The pass key of {name} is {key}. " for name, key in keys.items()]
@@ -91,7 +91,7 @@ def write_multikey(rng: random.Random, _: float, fits: Fits) -> Needle:
 
 
 def write_multivalue(rng: random.Random, _: float, fits: Fits) -> Needle:
-    """Write a `Needle` of the kind `multivalue`; see `Writer`."""
+    """Write a text with eight pass keys, and ask for the four that belong to one name; see `Writer`."""
     asked, *others = rng.sample(NAMES, 5)
     facts = [(name, _key(rng)) for name in (*[asked] * 4, *others)]
     rng.shuffle(facts)
@@ -103,7 +103,7 @@ def write_multivalue(rng: random.Random, _: float, fits: Fits) -> Needle:
 
 
 def write_variables(rng: random.Random, _: float, fits: Fits) -> Needle:
-    """Write a `Needle` of the kind `variables`; see `Writer`."""
+    """Write a text with two chains of assignments, and ask for all variables with one value; see `Writer`."""
     names = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(8)]
     chains, value = (names[:4], names[4:]), _key(rng)
     facts: list[str] = []
@@ -118,7 +118,7 @@ def write_variables(rng: random.Random, _: float, fits: Fits) -> Needle:
 
 
 def write_words(rng: random.Random, _: float, fits: Fits) -> Needle:
-    """Write a `Needle` of the kind `words`; see `Writer`."""
+    """Write a list of words, and ask for the three that occur most often; see `Writer`."""
     words = [first + second for first in NAMES for second in NAMES if first != second]
     rng.shuffle(words)
     common, others = words[:3], words[3:]
@@ -127,7 +127,7 @@ def write_words(rng: random.Random, _: float, fits: Fits) -> Needle:
     def text(count: int) -> str:
         drawn = random.Random(seed)
         listed: list[str] = []
-        for number in range(count):  # ten words with one common word, so the end of the list tells little
+        for number in range(count):  # one common word per block spreads the common words over the list
             block = [common[number % 3], *drawn.sample(others, 9)]
             drawn.shuffle(block)
             listed += block
@@ -208,18 +208,20 @@ def _filled(text: Callable[[int], str], fits: Fits) -> str:
         DataError: even without filler, the text does not fit.
     """
     if not fits(text(0)):
-        raise DataError("the facts and the question alone exceed a length of the long-context test; raise this length")
+        raise DataError(
+            "the facts and the question alone exceed a length of the long-context test; raise the shortest length"
+        )
     high = 1
     while fits(text(high)):
         high *= 2
-    # Length grows with the amount, so the outcomes are sorted and can be bisected.
+    # Once a text is too long, all texts with more filler are too long, so the limit can be bisected.
     return text(bisect_left(range(1, high), True, key=lambda count: not fits(text(count))))
 
 
 def long_context(
     llm: Evaluated, part: LongContext, *, ledgers: Path | None = None, seed: int = 0, say: Say | None = None
 ) -> tuple[TaskResult, ...]:
-    """Measure the share of facts that a model finds, one result per kind of text and length.
+    """Measure the share of the hidden facts that a model repeats; one result per kind of text and length.
 
     Args:
         llm: model without running requests.
@@ -232,7 +234,9 @@ def long_context(
         DataError: no length fits the context, or there is no tokenizer.
     """
     if llm.tokenizer is None:
-        raise DataError(f"{llm.path} has no usable tokenizer; a long-context test needs a tokenizer")
+        raise DataError(
+            f"{llm.path} has no usable tokenizer, which a long-context test needs; copy the original's tokenizer there"
+        )
     is_short = ledgers is not None or part.kinds == ("passkey",)
     longest = llm.capacity - (ANSWER_TOKENS if is_short else SEVERAL_TOKENS)
     fitting = sorted({length for length in part.lengths if length <= longest})
@@ -264,7 +268,7 @@ def _needles(
 
 
 def _ask(llm: Evaluated, task: str, needles: Sequence[Needle], say: Say | None) -> TaskResult:
-    """Generate all answers and score them."""
+    """Let a model answer all questions, and score the answers."""
     # A single answer is complete at the first punctuation mark, so generating more would only take time. Several may
     # come as a list, line by line.
     single = SamplingParams(max_tokens=ANSWER_TOKENS, stop=("\n", ".", ","))

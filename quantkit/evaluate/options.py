@@ -64,7 +64,7 @@ class EvaluationOptions:
     )
     behaviour: bool | None = setting(
         None,
-        "Measure how chat models behave when they answer prompts.",
+        "Test whether a chat model's answers end, loop, call tools validly and have the requested form.",
         flag="--behaviour/--no-behaviour",
         shown="as the suite says",
     )

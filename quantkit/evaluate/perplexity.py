@@ -123,7 +123,7 @@ def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
     if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
     if llm.tokenizer is None or llm.tokenizer.bos_token_id is None:
-        raise DataError(f"add_bos is set, but {llm.path} has no tokenizer with a BOS token; leave add_bos out")
+        raise DataError(f"{llm.path} has no tokenizer with a BOS token; leave out --bos (in Python: add_bos=True)")
     return (llm.tokenizer.bos_token_id,)
 
 
@@ -132,5 +132,5 @@ def token_ids(llm: Evaluated, text: str | Sequence[int]) -> list[int]:
     if not isinstance(text, str):
         return list(text)
     if llm.tokenizer is None:
-        raise DataError(f"{llm.path} has no usable tokenizer; give token ids")
+        raise DataError(f"{llm.path} has no usable tokenizer to encode a text; give the text as token ids")
     return list(llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -58,7 +58,7 @@ class _Strict(BaseModel):
 
 
 class Function(_Strict):
-    """A function that may be called; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     name: Annotated[str, Field(min_length=1)]
@@ -81,7 +81,7 @@ class Message(_Strict):
 
 
 class Expect(_Strict):
-    """The form that a right answer has.
+    """The form that a right answer has. Fields that are None are not checked.
 
     Args:
         calls: names of tools that must be called; empty = no tool may be called.

@@ -133,7 +133,7 @@ def _behaviour_setting(llm: Evaluated, asked: Asked, plan: BehaviourPlan | None)
 
 
 def check_evaluation(options: EvaluationOptions) -> None:
-    """Check the options before a model is loaded.
+    """Check the options of an evaluation, as far as this is possible without a model.
 
     Raises:
         DataError: the suite, a folder, a text or the items of a shipped task do not exist, or a prompt is not valid.

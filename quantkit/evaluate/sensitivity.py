@@ -1,5 +1,4 @@
-"""Measure the sensitivity map of a model (the KL with one fused group quantized at a time), and propose a change of the
-recipe.
+"""Measure a sensitivity map, the KL that each quantized fused group causes alone, and propose a change of the recipe.
 
 The original is loaded once. One group at a time is quantized in it, and the KL to the unchanged original is measured on
 the same text. The proposal is to ignore the groups with the most KL per byte; its KL is measured, not only predicted.
@@ -44,8 +43,8 @@ Forms = tuple[tuple[FusedGroup, ...], ...]  # the quantized groups of each layer
 class Replay:
     """Caches the inputs of one layer, so that a measurement can skip all earlier layers. *Mutable*.
 
-    Two successive measurements are equal before the first layer whose groups differ: on average, for half of the
-    layers. The cache works only for a `NativeModel` on a CPU; other models run in full.
+    Two successive measurements compute the same before the first layer whose quantized groups differ: on average, in
+    half of the layers. The cache works only for a `NativeModel` on a CPU; other models run all layers.
 
     Args:
         llm: the model; every measurement must use the same inputs.
@@ -116,8 +115,8 @@ def _copied(x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return x.clone(), None if pending is None else pending.clone()
 
 
-MAX_TOKENS, FEW_TOKENS = 4096, 1024  # maximum tokens of text; the second for a map that was not requested
-REFERENCE_BYTES = 1 << 29  # maximum for the original's logits, with which every group is compared
+MAX_TOKENS, FEW_TOKENS = 4096, 1024  # maximum tokens of text: for a requested map, and for one that was not requested
+REFERENCE_BYTES = 1 << 29  # maximum for the original's logits on the text, to which every measurement is compared
 MARGIN = 0.8  # share of a limit that a proposal may use, because it is compressed again and measured on other text
 
 
@@ -210,7 +209,7 @@ def propose(
     goal: Goal,
     ignored: Sequence[str] = (),
 ) -> SensitivityProposal | None:
-    """Propose groups to ignore, those with the most KL per byte first.
+    """Propose fused groups that the recipe should not quantize; those with the most KL per byte are chosen first.
 
     Args:
         groups: all groups, in the order of the map.
@@ -273,7 +272,7 @@ def few(
 
 
 class Probe:
-    """Logits of the original on fixed text, for measuring distances from them.
+    """Measures distances from the original, whose logits on a fixed text it stores.
 
     Args:
         original: the original, without replaced groups.
@@ -286,12 +285,12 @@ class Probe:
         self._reference: list[list[Tensor]] = [window_logits(original, group) for group in self._groups]
 
     def measure(self, groups: list[FusedGroup]) -> Distances:
-        """Measure the distances of the original with these groups quantized."""
+        """Measure the distances that quantizing these groups in the original causes."""
         with self._original.engine.runner.layer_by_layer(), swapped(groups), self._replay.start(groups):
             return self.compare(self._original)
 
     def compare(self, llm: LLM) -> Distances:
-        """Measure the distances of a model, which may be the original in its current state, from the stored logits."""
+        """Measure a model's distances from the stored logits; the model may be the original with swapped groups."""
         if llm.kv_type not in UNQUANTIZED:
             return self.compare_decoding(llm)
         return join_distances(
@@ -347,7 +346,7 @@ def _share(report: Report, gate: GateResult) -> float | None:
         # The logarithm of a perplexity ratio is a loss in nats per token, the unit of KL.
         return _ratio(_log(gate.limit), _log(gate.value))
     of_text = gate.metric == "perplexity"
-    # A gate may name no subject; the value that it was judged on tells which comparison was meant.
+    # A gate need not name a task or text. It was then checked on the comparison that has the gate's value.
     alike = (c for c in report.comparisons if c.value == gate.value and c.metric.startswith("perplexity") == of_text)
     comparison = next(alike, None)
     if comparison is None:

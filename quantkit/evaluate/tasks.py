@@ -53,7 +53,7 @@ class LongContext(_Part):
 
     Args:
         lengths: lengths of prompts in tokens; filler text is added up to each length.
-        depths: relative positions of the only fact of a text, 0 to 1.
+        depths: relative positions, 0 to 1, at which a fact is placed in texts that have only one.
         samples: number of texts per length, and per depth if there is only one fact.
         kinds: kinds of texts, see `long_context`.
     """
@@ -79,14 +79,14 @@ class Behaviour(_Part):
 
 
 class Asked(_Part):
-    """Tasks and texts for one kind of model.
+    """The tasks, texts and tests on which one kind of model is evaluated.
 
     Args:
         tasks: task names, as for --tasks.
         limit: items per task; None = all. After `sample`, it may be a share of the items, below 1.
         perplexity: texts whose perplexity is measured.
-        long_context: lengths and depths; None = no such test.
-        behaviour: prompts of a behaviour test; None = no such test.
+        long_context: test of retrieval from long contexts; None = no such test.
+        behaviour: behaviour test; None = no such test.
     """
 
     tasks: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class Suite(_Part):
     """A named set of tasks and texts.
 
     Args:
-        description: one sentence.
+        description: one sentence about the suite.
         demo: tasks and texts for models of the demo language.
         others: tasks and texts for all other models.
         seed: seed of few-shot examples and long-context texts.
@@ -156,7 +156,7 @@ def load_suite(name: str) -> Suite:
 
 LEDGERS = "demo/demo_recall.jsonl"
 LEDGER_TEXT = "demo/demo_text.txt"
-# The bundled text that replaces a missing one; calibration uses it too.
+# Name of the bundled text that replaces a missing text of a suite. Calibration uses the same text.
 GENERAL = "general.txt (calibration text)"
 
 
@@ -172,7 +172,7 @@ def find_items(pattern: str, folders: Sequence[Path]) -> list[str]:
         pattern: path inside the folder; `*` matches any name.
         folders: folders to search, in order.
     """
-    # Sorted: the order of glob depends on the file system, and items must be numbered alike everywhere.
+    # Sorted: the order of glob depends on the file system, and items must have the same numbers on every machine.
     items = (sorted(map(str, folder.expanduser().glob(pattern))) for folder in folders)
     return next(filter(None, items), [])
 
@@ -210,7 +210,7 @@ def available_text(name: str, folders: Sequence[Path]) -> str:
 
 
 def questions_for(llm: Evaluated, options: EvaluationOptions) -> tuple[Asked, int, dict[str, str]]:
-    """Return the tasks and texts for this model (suite and options combined), the seed, and notes on omissions."""
+    """Return what the suite and the options ask of this model, the seed, and notes on what is left out or replaced."""
     suite = None if options.suite is None else load_suite(options.suite)
     part = Asked() if suite is None else suite.part(speaks_demo(llm))
     read: dict[str, Any] = {"window": options.window, "stride": options.stride, "through": options.through}

@@ -1,6 +1,6 @@
-"""Bounds on the distance from the original, for serving engines that give only the likeliest tokens of each position.
+"""Bound a model's KL from its original, in serving engines that give only the likeliest tokens at each position.
 
-See `fidelity` for the distance itself. `bounds` computes a lower and an upper bound of KL.
+Module `fidelity` computes the KL itself, from whole distributions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTHING = 1e-6  # smallest probability that sums of float32 log-probabilities c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopReading:
-    """Likeliest next tokens of one model, for a text.
+    """Likeliest next tokens of one model on a text, and the texts that the model generates greedily.
 
     Args:
         path: directory of the model.
@@ -38,7 +38,7 @@ class TopReading:
         windows: likeliest tokens after every token of each window.
         texts: greedy texts, see `greedy_texts`.
         arithmetic: dtype of the computation.
-        notes: remarks about the run.
+        notes: remarks of the engine about the run.
     """
 
     path: Path
@@ -85,8 +85,12 @@ def read_top(llm: VllmLLM, windows: Windows, *, greedy_tokens: int = GREEDY_TOKE
 def top_fidelity(
     model: TopReading, original: TopReading, *, data: str, greedy_tokens: int = GREEDY_TOKENS
 ) -> FidelityResult:
-    """Compare the likeliest tokens of two models for the same windows.
+    """Bound the KL of a model from its original on the same windows, and compare their greedy texts.
 
+    Args:
+        model, original: readings with the same windows and `greedy_tokens`, see `read_top`.
+        data: name of the text, for the record.
+        greedy_tokens: length of the greedy texts.
     Raises:
         ModelError: the vocabularies differ.
     """

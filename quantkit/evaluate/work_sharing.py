@@ -136,12 +136,12 @@ def cut(weights: Sequence[int], least: int, most: int) -> list[range]:
     """Split items into consecutive batches of about equal weight.
 
     Args:
-        weights: weights of the items.
+        weights: relative computing time of each item.
         least, most: approximate minimum and maximum weight of a batch.
     """
     total = sum(weights)
     count = min(len(weights), max(1, total // least), _PARTS * -(-total // (_PARTS * most)))
-    # An item belongs to the batch that contains its midpoint; without weight, to the batch of the item before it.
+    # An item belongs to the batch that contains its midpoint; an item of weight 0 joins that of the item before it.
     ends = zip(accumulate(weights), weights, strict=True)
     owners = [min(count - 1, (2 * end - weight - 1) * count // (2 * total)) for end, weight in ends]
     starts = [at for at, owner in enumerate(owners) if at == 0 or owner != owners[at - 1]]
@@ -162,5 +162,5 @@ def forget(llm: Evaluated) -> None:
     """Clear the prefix cache of an idle model; vLLM keeps its cache."""
     if isinstance(llm, LLM):
         llm.engine.pool.forget()
-        # Kept scores are small and lie between freed logits; without this, the process would keep ever more memory.
+        # Small scores stay between freed logits. Without this call, the process would keep more and more freed memory.
         release_freed_memory()

@@ -46,7 +46,8 @@ class SweepOptions:
     Args:
         output: folder for all output of the sweep.
         on, jobs: see `quantkit.sweep.trials.run_trials`.
-        threads: threads of each trial; None = as in an earlier run of the sweep, else this machine's cores / `jobs`.
+        threads: threads of each trial; None = as in an earlier run of the sweep. In the first run, None = this
+            machine's cores / `jobs`.
         device: "auto", "cpu" or "cuda".
         verify: further arguments for `quantkit verify`.
         resume: reuse finished trials in the folder; False = run the trials of this call again, and do not change
@@ -73,7 +74,7 @@ def sweep(
         options: options of the sweep.
         progress: called with one line per event.
     Returns:
-        One record per pair, model by model; the record of a failed trial has the reason.
+        One record per pair of model and recipe, model by model. The record of a failed trial gives the reason.
     Raises:
         InputError: a model does not exist, two trials have the same name, or `on` is not a valid place.
         ResumeError: the folder has a trial of the same name with other settings.
@@ -122,7 +123,7 @@ class _Sweep:
         return tuple(records.values())
 
     def _planned(self) -> list[TrialRecord]:
-        """Return a record for each pair: the saved one, or a new one."""
+        """Return a record for each pair of model and recipe: the saved record, or a new one."""
         kept = {path.stem: _read(path) for path in sorted((self._folder / "trials").glob("*.json"))}
         threads = self.options.threads or next((old.identity.get("threads") for old in kept.values()), None)
         threads = threads or max(1, available_cores() // self.options.jobs)
@@ -222,7 +223,7 @@ class _Sweep:
         write_json(self._folder / "trials" / f"{record.name}.json", json_ready(record.to_dict()))
 
     def _write_page(self, records: Iterable[TrialRecord]) -> None:
-        """Write the page that compares the trials, if any has a report and the packages for charts are installed."""
+        """Write the page that compares the trials, if any trial has a report and the packages for charts are there."""
         compared = compare_trials(records)
         missing = [f"{record.name} has no results: {record.reason}." for record in records if record.report is None]
         if compared:

@@ -54,7 +54,7 @@ class Trial:
     Args:
         name: name that no other trial has.
         commands: the commands in order; the trial ends at the first command that fails.
-        log: absolute path of the file for stderr; only one process at a time holds it open.
+        log: absolute path of the file for stderr; it is locked, so that only one process runs the trial at a time.
         threads: number of threads.
         device: "auto", "cpu" or "cuda". On Ray, "cuda" requests one GPU, and "auto" does so if the cluster has any.
         num_bytes: memory that the trial needs.
@@ -103,7 +103,7 @@ def quantize_command(model: str | None, recipe: Path, made: Path, device: str, *
 
 
 def check_place(on: str) -> None:
-    """Check the argument `on` of `run_trials`.
+    """Check that trials can run at a place; see the argument `on` of `run_trials`.
 
     Raises:
         InputError: the place is not valid, or Ray is not installed.
@@ -227,7 +227,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        extra = f"ray is not installed; --on ray needs it; run {install_command('ray')}"
+        extra = f"--on ray needs Ray, which is not installed; run {install_command('ray')}"
         raise InputError(f"{extra} ({first_line(error)})") from error
     return ray
 
@@ -262,7 +262,10 @@ def run_trial(trial: Trial, started: Callable[[subprocess.Popen[str]], object] =
 def _run(
     command: TrialCommand, trial: Trial, log: TextIO, started: Callable[[subprocess.Popen[str]], object]
 ) -> tuple[int, str]:
-    """Run one command and return its exit code and reason; a failed gate counts as success if the output exists."""
+    """Run one command; return its exit code and, if it failed, the reason.
+
+    A failed gate counts as success if the output exists.
+    """
     process = subprocess.Popen(
         [*python(QUANTKIT), *command.arguments, "--json"],
         stdin=subprocess.DEVNULL,

@@ -253,5 +253,5 @@ def test_two_models():
     stream = about(listed, "closed-1 small streams 2.0x faster than large")
     assert "ratio 0.50, in single rounds 0.50 to 0.50" in stream.evidence
     assert "the roofline would allow 0.27" in stream.evidence
-    about(listed, "both start equally fast, within the noise")
+    about(listed, "both models start equally fast, within the noise")
     about(diagnose(theirs, COST, ours).findings, "large streams 2.0x slower than small")

@@ -51,8 +51,8 @@ def check_options(options: VerifyOptions) -> None:
     Raises:
         DataError: lm-eval is missing, or a suite or text does not exist.
         InputError: vLLM is missing.
-        RequestError: vLLM lacks a setting, a sensitivity map or drift is requested with vLLM, or drift over too few
-            tokens.
+        RequestError: drift is requested over too few tokens; or vLLM is requested together with a sensitivity map, with
+            drift or with an engine setting that it lacks.
     """
     check_evaluation(options.evaluation)
     if options.drift is not None and options.drift < LEAST_TOKENS:

@@ -79,12 +79,12 @@ class Pair:
         return {} if self.adapter is None else {"merge": self.adapter}
 
     def check_engine(self, engine: Mapping[str, Any], *, vllm: bool, sensitivity: bool) -> None:
-        """Refuse requests that adapters rule out, before a model is loaded.
+        """Refuse requests that are impossible with an adapter, before a model is loaded.
 
         Args:
             engine: keywords of `LLM` for both models.
-            vllm: whether vLLM runs both models; it cannot merge an adapter into the original.
-            sensitivity: whether a sensitivity map is requested; it cannot be made while models compute with an adapter.
+            vllm: whether vLLM runs both models; vLLM cannot merge an adapter into the original.
+            sensitivity: whether a sensitivity map is requested; models that compute with an adapter cannot have a map.
         Raises:
             RequestError: vLLM or the map is requested, and an adapter does not allow it.
         """
@@ -120,14 +120,14 @@ def check_pair(
     *,
     adapters: Mapping[str, str | Path] | Iterable[str] = (),
 ) -> Pair:
-    """Find both models and check that they belong together.
+    """Find a checkpoint and its original, and check that they belong together.
 
     Args:
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = the model that quantkit-run.json names.
         gates: gates to check; None = the recipe's gates.
         adapters: adapters that the user named, see `EngineConfig`. If an adapter was merged into the checkpoint, the
-            first of them is taken to be that adapter, in its current folder.
+            first named adapter is taken to be that adapter, in its current folder.
     Raises:
         ModelError, DataError: a model or a merged adapter does not exist, or the vocabularies differ.
         CheckpointError: a file is damaged, or has changed since it was written.
@@ -149,8 +149,11 @@ def check_pair(
     missing = [digest for digest in merged if digest not in theirs]
     adapter: Path | None = None
     of_adapter: tuple[str, ...] = ()
-    if len(missing) > 1:  # `LLM` merges one
-        of_adapter = (f"{len(missing)} adapters were merged into the checkpoint; the original is used unchanged.",)
+    if len(missing) > 1:  # `LLM` can merge only one
+        of_adapter = (
+            f"{len(missing)} adapters were merged into the checkpoint, but quantkit can merge only one into the "
+            "original; the original is used without them.",
+        )
     elif missing:
         named = next(iter(adapter_folders(adapters).values()), None) or section(made, "adapter").get("path")
         identity = section(manifest, "identity")
@@ -259,7 +262,7 @@ def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Return the gates of the recipe."""
     gates = manifest.get("gates") or []
     if not isinstance(gates, list) or not all(isinstance(gate, str) for gate in gates):
-        raise GateError(f"{path / MANIFEST}: gates is {shorten(gates)}, not a list of texts; give --gate")
+        raise GateError(f"{path / MANIFEST}: gates is {shorten(gates)}, not a list of texts; give gates with --gate")
     return gates
 
 
@@ -315,7 +318,7 @@ def model_facts(path: Path, name: str) -> ModelFacts:
 
     Args:
         path: directory of the model.
-        name: name to print: the hub id, if the model has one.
+        name: name for the report: the hub id, if the model has one.
     """
     summary = inspect(path)
     # The scheme is named after the largest kind of linear; embedding and head may be stored otherwise.
@@ -344,8 +347,8 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
     """Return the environment of the measurements.
 
     Args:
-        pair: the pair whose files are hashed.
-        text: text on which fidelity was measured.
+        pair: the pair; its checkpoint's hashes are combined into one.
+        text: content of the text on which fidelity was measured; it is hashed too.
         said: the other fields of `Environment`.
     """
     # Sorted: the hash must not depend on the order in which shards are listed.
@@ -366,7 +369,7 @@ def environment(pair: Pair, text: str, **said: Any) -> Environment:
 
 
 def _license(path: Path) -> str | None:
-    """Return the license in the model's card; None if it names none."""
+    """Return the license that the model's card names; None if there is no card or it names none."""
     with contextlib.suppress(ModelError, OSError):
         name = card_entries(path).get("license")
         return name if isinstance(name, str) and name else None
@@ -374,7 +377,7 @@ def _license(path: Path) -> str | None:
 
 
 def set_aside(report: Report, path: Path) -> tuple[Report, Path]:
-    """Rename a checkpoint that did not pass verification: append `.failed`, and replace an earlier checkpoint there.
+    """Rename a checkpoint that did not pass verification: append `.failed`, and replace any checkpoint of that name.
 
     Args:
         report: report about the checkpoint.

@@ -1,8 +1,9 @@
 """Run a verification: evaluate both models, compare their distributions, time both, and check the gates.
 
 The checkpoint and its original both run in the bundled runtime, with the same settings except those that belong to the
-compression (KV cache, quantized head, speculation). The original also runs in another dtype; the changes that the
-dtype causes are noise. The models are evaluated first, and freed before anything is timed.
+compression (KV cache, quantized head, speculation). The original also runs in another dtype. Its results change by
+rounding alone, so losses of the checkpoint that are no larger count as noise. The models are evaluated first, and freed
+before anything is timed.
 """
 
 from __future__ import annotations
@@ -114,8 +115,10 @@ class _Verification:
         return (self.pair.path, engine), (self.pair.baseline, of_the_original(engine) | self.pair.merging)
 
     def answers(self) -> tuple[Report, str]:
-        """Run tasks, perplexity, fidelity and sensitivity; return the report and the content of the text on which
-        fidelity was measured. All models are freed.
+        """Evaluate and compare both models in quantkit's engine, and free them.
+
+        Returns:
+            The report, and the content of the text on which fidelity was measured.
         """
         (path, engine), (source, plain) = self.sides
         self.progress("loading the original")
@@ -214,7 +217,7 @@ class _Verification:
         """
         asked = self.options.evaluation
         plan = behaviour_plan(original, asked)
-        # An error if only the original has a chat template.
+        # This raises an error if only the original has a chat template.
         own = plan and behaviour_plan(llm, replace(asked, behaviour=True))
         if plan is None or own is None:
             return None, (None, None), ()
@@ -245,7 +248,7 @@ class _Verification:
         return evaluate(llm, asked, progress=about(name, self.progress), traces=traces, share=share)
 
     def _with_sensitivity(self, llm: LLM, original: LLM, windows: Windows, report: Report) -> Report:
-        """Add a sensitivity map to the report, or a note if the map cannot be made and was not requested."""
+        """Add a sensitivity map to the report. If the map cannot be made, add a note, or raise if it was requested."""
         asked = self.options.sensitivity
         assert report.fidelity is not None
         try:
@@ -269,7 +272,7 @@ class _Verification:
         return replace(report, sensitivity=measured)
 
     def served_answers(self, vllm: Mapping[str, Any]) -> tuple[Report, str]:
-        """Evaluate both models in vLLM, one after the other, and return as `answers` does.
+        """Evaluate both models in vLLM, one after the other; return what `answers` returns.
 
         The distances are bounds, which are computed from the likeliest tokens at each position.
         """
@@ -341,8 +344,9 @@ def _fidelity_tokens(options: VerifyOptions) -> int:
 
 
 def _find_text(original: Evaluated, options: VerifyOptions) -> tuple[str, str, tuple[str, ...]]:
-    """Return name, content and notes of the text on which distributions are compared: the requested text, the first
-    text of the evaluation, or a shipped text.
+    """Return the name, the content and notes of the text on which distributions are compared.
+
+    It is the text that --text names. Without --text, it is the first text of the evaluation, or a shipped text.
     """
     asked = options.evaluation
     names = [options.text, *asked.texts]
