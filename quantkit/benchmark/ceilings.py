@@ -72,7 +72,7 @@ def measure_ceilings(device: torch.device, dtypes: tuple[torch.dtype, ...] = (),
 
 
 def memory_bandwidth(device: torch.device, *, repeats: int = 5) -> float:
-    """Return the bytes per second of reading a buffer much larger than the caches; see `Ceilings`."""
+    """Measure the memory bandwidth in bytes per second, on a buffer much larger than the caches; see `Ceilings`."""
     buffer = torch.ones(_BUFFER_BYTES // 4, dtype=torch.float32, device=device)
     # Decoding reads weights and writes next to nothing, so reading is what bounds it.
     best = _BUFFER_BYTES / _shortest(buffer.sum, device, repeats)
@@ -242,7 +242,7 @@ def _size(linear: Any) -> int:
 
 
 def decode_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings) -> RooflineRecord | None:
-    """Return bytes, operations and seconds of a run's `typical_step`; None for a length sweep, or without such a step."""
+    """Return the roofline record of a run's `typical_step`; None for the length sweep, or if there is no such step."""
     step = typical_step(run)
     # The sweep mixes lengths, so none of its steps is typical.
     if step is None or run.workload.name == SWEEP_NAME:
@@ -265,7 +265,9 @@ def _limits(cost: Cost, ceilings: Ceilings) -> dict[str, float]:
 
 
 def prefill_record(run: BenchmarkRun, cost: Cost, ceilings: Ceilings, budget: int) -> RooflineRecord | None:
-    """Return bytes, operations and median seconds of the prefill of the longest prompts; None if concurrency is not 1.
+    """Return the roofline record of the prefill of a run's longest prompts; None if the concurrency is not 1.
+
+    Its duration is the median over these prompts.
 
     Args:
         run: the run.
@@ -339,7 +341,10 @@ def decode_steps(run: BenchmarkRun) -> list[DecodeStep]:
 
 
 def typical_step(run: BenchmarkRun) -> DecodeStep | None:
-    """Return the median step of the largest batch size that 10 % or more of the steps have; None if there is none."""
+    """Return the typical decode step of a run; None if there is none.
+
+    It is the median step at the largest batch size that 10 % or more of the steps have.
+    """
     steps = decode_steps(run)
     counts = Counter(step.batch for step in steps)
     # The beginning and the end of a run have smaller batches; a rare larger batch would give a median of few steps.

@@ -167,7 +167,7 @@ def compare_runs(run: BenchmarkRun, baseline: BenchmarkRun) -> list[Ratio]:
 
 
 def compare_results(result: BenchmarkResult, baseline: BenchmarkResult) -> list[Ratio]:
-    """Compare all runs that both results have, except the length sweep."""
+    """Compare all workloads that both results measured in the same number of rounds, except the length sweep."""
     ratios = []
     for run in result.runs:
         other = baseline.find_run(run.workload.name)

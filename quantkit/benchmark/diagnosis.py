@@ -22,8 +22,8 @@ from quantkit.quantities import as_percent, decimal_bytes, duration, rounded_cou
 from quantkit.results import SWEEP_NAME, BenchmarkResult, BenchmarkRun, Diagnosis, Finding, RooflineRecord
 from quantkit.results.statistics.summary import percentile
 
-_PAYS = 0.6  # a batch pays if it brings this share of the gain that it would bring if its steps took no longer
-_BOUND = 0.4  # floor over step time: from here on the floor explains a step; below, something else does
+_PAYS = 0.6  # a larger batch pays if it brings this share of the gain that it would bring if steps took no longer
+_BOUND = 0.4  # floor / time of a step: from this ratio on, the floor explains the time; below, something else does
 _INT4_BYTES = 4.25 / 8  # per weight, group size 64 with 16-bit scales, or 128 with scales and zero points
 _INT8_BYTES = 8.25 / 8
 _BUSY = 0.5  # p75 - p25 over p50 of ITL
@@ -290,7 +290,7 @@ def _busy(run: BenchmarkRun) -> Iterator[Finding]:
 
 
 def _stalls(run: BenchmarkRun) -> Iterator[Finding]:
-    """Report that the tail of ITL lies far above its median."""
+    """Report that streaming stalls: the 99th percentile of ITL lies far above the median."""
     gaps = run.inter_token_s
     # With fewer gaps, the 99th percentile lies between the two largest ones: a single stall would decide.
     if len(gaps) < 100:

@@ -59,8 +59,9 @@ class Prediction:
     native: bool
 
     def activation_bytes(self, tokens: int, context: int, rows: int) -> int:
-        """Estimate the peak bytes of activations in one step: those of attention, of the MLP or of the output head,
-        whichever is largest.
+        """Estimate the peak bytes of activations in one step.
+
+        The peak occurs in attention, in the MLP or in the output head, whichever needs most.
 
         Args:
             tokens: T, new tokens of the step.
@@ -209,7 +210,7 @@ class _HeaderWeights(Weights):
         return self.reader.info(name).dtype if name in self.reader else otherwise or self.dtype
 
     def head(self, head_dtype: str | None) -> None:
-        """Count the output head; a head tied to the embedding may be a copy of the table, or replace it."""
+        """Count the bytes of the output head, which may share memory with the embedding if the two are tied."""
         name, rows, width = self.config.family.head, self.config.vocab_size, self.config.hidden_size
         tied, table = self.config.tied, self.stored(f"{self.config.family.embedding}.weight")
         if head_dtype is not None:

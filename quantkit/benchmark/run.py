@@ -241,7 +241,7 @@ class CacheComparison:
     """Timings of the same text generated with and without the cache.
 
     Args:
-        cached, recomputed: timestamps of the tokens.
+        cached, recomputed: timestamps of the tokens, generated with the cache and by recomputing.
         num_same: number of leading new tokens that are equal in both texts. Later tokens may differ after a tie,
             because batches round differently.
     """

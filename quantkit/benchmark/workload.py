@@ -217,7 +217,7 @@ class Driver:
             if done.finish_reason != "length":
                 raise RequestError(
                     f"request {output.request_id} ended with {done.finish_reason!r} after {len(token_s)} tokens "
-                    "instead of at its full length; its timing would be misleading"
+                    "instead of at its full length, so its timing would be misleading; measure again"
                 )
             self.finished.append(replace(done.timing, arrived_s=arrived_s, token_s=tuple(token_s), finished_s=now))
 

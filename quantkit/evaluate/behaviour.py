@@ -98,7 +98,7 @@ def make_plan(
 
     Args:
         llm: the model.
-        prompts: prompts in order.
+        prompts: prompts to format, in order.
         name: name of the set of prompts.
         count: maximum number of prompts, taken from the first usable prompts; None = all.
         seeds: number of answers to each prompt.

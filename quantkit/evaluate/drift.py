@@ -101,7 +101,7 @@ def _compare(llm: LLM, original: LLM, windows: Windows, tokens: int, seed: int, 
 
 
 def drift_result(texts: Sequence[Distances], tokens: int) -> DriftResult:
-    """Build the record from the distances at the `tokens` positions of each text."""
+    """Build a `DriftResult` from the distances at the `tokens` positions of each text."""
     kl = torch.stack([text.kl.double() for text in texts])
     ends = tuple(round(tokens * part / _PARTS) for part in range(1, _PARTS + 1))
     slopes = [_slope(each) for each in kl]

@@ -177,8 +177,9 @@ def batches(llm: LLM, windows: Windows) -> Iterator[Windows]:
 
 
 def paired_batches(original: LLM, llm: LLM, theirs: Windows, ours: Windows) -> Iterator[Windows]:
-    """Yield batches of the original's windows for `paired_logits`. A batch has as many windows as both models should
-    compute at once, but at least one.
+    """Yield batches of the original's windows for `paired_logits`.
+
+    A batch has as many windows as both models should compute at once, but at least one.
 
     Args:
         original, llm: the models.

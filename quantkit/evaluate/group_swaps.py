@@ -98,7 +98,7 @@ class _Slot:
 
     @property
     def linear(self) -> Linear:
-        """The linear."""
+        """The linear at this index."""
         return self._joined.linears[self._index]
 
     @linear.setter
@@ -197,13 +197,13 @@ class _Sources:
         return stored_scheme(module, self.modules.get(module, ()), self._stored[1]) is not None
 
     def has(self, layer: int, name: str) -> bool:
-        """Whether a layer of the original has a linear or norm with this name relative to the layer."""
+        """Whether a layer of the original has a linear or norm with this name inside the layer."""
         return f"{self.layers}.{layer}.{name}.weight" in self.original
 
     def group(
         self, layer: int, name: str, modules: tuple[str, ...], part: tuple[Any, str], replacement: Any
     ) -> FusedGroup:
-        """Create a group and compute its sizes."""
+        """Create a fused group, with its sizes computed from both checkpoints."""
         dense = [self.original.info(f"{module}.weight") for module in modules if f"{module}.weight" in self.original]
         return FusedGroup(
             layer=layer,

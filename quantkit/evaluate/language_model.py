@@ -94,7 +94,7 @@ class QuantkitLM(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
         for token in (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
-        raise RequestError(f"{self.llm.path}: the tokenizer has no BOS and no EOS; give prefix_token_id")
+        raise RequestError(f"{self.llm.path}: the tokenizer has neither BOS nor EOS; give prefix_token_id")
 
     @property
     def max_length(self) -> int:

@@ -1,5 +1,7 @@
 """Measure long-context retrieval: the model must repeat facts from somewhere in a long text.
 
+The kinds of texts, with their facts and questions, are:
+
     passkey      one pass key
     multikey     eight names with a pass key each; the question asks for one of them
     multivalue   eight pass keys, four of which belong to the same name; the question asks for these four
@@ -190,7 +192,7 @@ def _needle(
     depth: float | None = None,
     wrong: tuple[str, ...] = (),
 ) -> Needle:
-    """Put facts at relative positions, in order, between as many sentences about grass as fit."""
+    """Write a text with facts at relative positions, in order, between as many sentences about grass as fit."""
 
     def text(count: int) -> str:
         before = [round(position * count) for position in positions]

@@ -1,4 +1,4 @@
-"""Options of an evaluation. Torch-free, so that `--help` stays fast."""
+"""Options of an evaluation, without torch, so that `--help` is fast."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Perplexity of a text in windows, computed by prefill or token by token through the cache.
+"""Measure the perplexity of a text in windows, by prefill or token by token through the cache.
 
 The text is tokenized once, without BOS. A window begins every `stride` tokens and has at most `window` tokens,
 including its BOS if the tokenizer adds one:

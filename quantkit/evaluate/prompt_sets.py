@@ -102,7 +102,7 @@ class Expect(_Strict):
     refusal: bool = False
 
     def is_met(self, answer: str) -> bool | None:
-        """Whether an answer has the expected form, apart from `calls` and `refusal`; None if no form is expected."""
+        """Whether an answer has the expected form, not counting `calls` and `refusal`; None if no form is expected."""
         text = answer.strip()
         if self.json_ is not None:
             try:
@@ -151,7 +151,7 @@ class Prompt(_Strict):
 
     @property
     def question(self) -> str:
-        """The last message."""
+        """The text of the last message."""
         return self.messages[-1].content or ""
 
     def is_valid(self, calls: list[Call | None]) -> bool:

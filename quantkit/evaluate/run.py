@@ -69,7 +69,7 @@ def evaluate(
     asked = asked.sample(share) if share > 1 else asked
     plan = behaviour_plan(llm, options)
     if not (asked.tasks or asked.perplexity or asked.long_context or plan):
-        raise DataError("nothing to evaluate: give tasks, texts, prompts or a suite")
+        raise DataError("nothing to evaluate: give a suite, tasks, texts or prompts, e.g. --suite quick")
     # Texts are read before anything is computed.
     texts = [(part, read_named_text(part.text, options.data)) for part in asked.perplexity]
     tasks = run_tasks(llm, asked, options, seed, say) if asked.tasks else ()

@@ -122,7 +122,7 @@ MARGIN = 0.8  # share of a limit that a proposal may use, because it is compress
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """Limits that the model has to meet.
+    """Limits that a model's distances from its original must meet.
 
     Args:
         kl: maximum mean KL.
@@ -161,7 +161,7 @@ def sensitivity_map(
         windows: windows of token ids; only the first ones are used, see `few`.
         data: name of the text, for the record.
         goal: limits that a proposal has to meet; None = make no proposal.
-        ignored: patterns that the recipe already ignores; a proposal keeps them.
+        ignored: patterns of linears that the recipe already ignores; a proposal ignores them too.
         moved: see `find_fused_groups`.
         max_tokens: maximum number of tokens of text.
         progress: callback for progress messages.
@@ -213,10 +213,10 @@ def propose(
 
     Args:
         groups: all groups, in the order of the map.
-        measured: the map.
+        measured: the sensitivity map of these groups.
         measure: function that returns the distances of the original with the given groups quantized.
         goal: limits to meet; checked by measuring, since the sum of KL is only a prediction.
-        ignored: patterns that the recipe already ignores.
+        ignored: patterns of linears that the recipe already ignores.
     Returns:
         The proposal; None if all groups would have to be ignored.
     """
@@ -264,7 +264,7 @@ def few(
         InputError: there is no window.
     """
     if not windows:
-        raise InputError("a sensitivity map needs text, but there are no windows; give at least one window")
+        raise InputError("a sensitivity map needs text, but no window of text was given; give at least one")
     # Four bytes per logit, since the reference is kept in float32.
     limit = min(max_tokens, reference_bytes // (4 * vocab_size))
     fitting = sum(total <= limit for total in accumulate(map(len, windows)))
@@ -308,7 +308,7 @@ class Probe:
 
 
 def failed_accuracy(report: Report) -> list[GateResult]:
-    """Return the accuracy gates that were measured and failed."""
+    """Return the accuracy gates of a report that were measured and failed."""
     return [
         gate
         for gate in report.gates
@@ -317,7 +317,7 @@ def failed_accuracy(report: Report) -> list[GateResult]:
 
 
 def repair_goal(report: Report) -> Goal | None:
-    """Convert the failed accuracy gates to limits of KL and agreement; None if no gate failed or none can be converted.
+    """Convert a report's failed accuracy gates to a `Goal`; None if no gate failed or none can be converted.
 
     The conversion assumes that the loss of accuracy and the logarithm of a perplexity ratio are proportional to KL.
     If accuracy falls faster at larger KL, as is usual, the true limit on KL is higher, so the converted limit is on the

@@ -367,9 +367,7 @@ def _load_foreign(names: list[str], options: EvaluationOptions) -> list[Any]:
 
 @cache
 def _all_of_lm_eval(folders: tuple[str, ...]) -> Any:
-    """Return lm-eval's task list, including the tasks in these folders. The list is cached, because reading lm-eval's
-    14,000 files takes seconds.
-    """
+    """Return lm-eval's tasks and those in these folders; cached, because reading lm-eval's files takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=list(folders) or None)

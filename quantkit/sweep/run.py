@@ -3,7 +3,7 @@
 All output is in one folder, which every worker must be able to read and write:
 
     <model>-<recipe>/    the checkpoint with its report
-    trials/<name>.json   the record of the trial, written when the trial ends
+    trials/<name>.json   the record of the trial: its settings and, once it has ended, its outcome
     trials/<name>.log    the log of the trial
     sweep.html           the comparison
 

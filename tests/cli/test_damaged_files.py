@@ -79,7 +79,11 @@ def test_a_pipe_does_not_hang_verify(checkpoint, source, name):
 
 @pytest.mark.parametrize(
     ("entries", "message"),
-    [({"gates": 5}, "gates is 5"), ({"gates": [["a"]]}, "gates is"), ({"files": {"sha256": None}}, "does not name")],
+    [
+        ({"gates": 5}, "list of texts, not 5"),
+        ({"gates": [["a"]]}, "list of texts, not"),
+        ({"files": {"sha256": None}}, "does not name"),
+    ],
     ids=str,
 )
 def test_a_manifest_of_other_types_is_refused(checkpoint, source, entries, message):

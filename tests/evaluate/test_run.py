@@ -183,7 +183,7 @@ def test_a_model_of_another_language_gets_the_other_part(stranger, suite, demo):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "nothing to evaluate: give tasks, texts, prompts or a suite"),
+        ({}, "nothing to evaluate: give a suite, tasks, texts or prompts, e.g. --suite quick"),
         ({"texts": ("no.txt",)}, r"'no\.txt' is neither a file nor in a --data folder \(no --data folder was given\)"),
         ({"tasks": ("local_piqa",)}, "but no --data folder was given; pass --data"),
         ({"suite": "quik"}, "did you mean 'quick'"),

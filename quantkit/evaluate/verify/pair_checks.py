@@ -69,7 +69,7 @@ class Pair:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns that the recipe ignores."""
+        """Patterns of linears that the recipe leaves unquantized."""
         patterns = section(self.manifest, "recipe").get("ignore")
         return tuple(map(str, patterns)) if isinstance(patterns, list) else ()
 
@@ -262,7 +262,7 @@ def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Return the gates of the recipe."""
     gates = manifest.get("gates") or []
     if not isinstance(gates, list) or not all(isinstance(gate, str) for gate in gates):
-        raise GateError(f"{path / MANIFEST}: gates is {shorten(gates)}, not a list of texts; give gates with --gate")
+        raise GateError(f"{path / MANIFEST}: 'gates' must be a list of texts, not {shorten(gates)}; give --gate")
     return gates
 
 

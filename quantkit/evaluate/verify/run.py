@@ -71,7 +71,7 @@ def verify_pair(
         keep: called with the report so far, before the sensitivity map is made, which may take long.
     Raises:
         DataError: tasks or texts are not available.
-        RequestError: a timed request does not fit the models.
+        RequestError: a request to be timed exceeds the context of a model.
         ModelError: a model cannot run, or the vocabularies differ.
     """
     options = options or VerifyOptions()
@@ -204,7 +204,7 @@ class _Verification:
         return replace(report, gates=tuple(evaluate_gates(report, self.gates(report))))
 
     def gates(self, report: Report) -> tuple[str, ...]:
-        """Return the gates to check: the user's gates; or, if the recipe has gates, these and `behaviour_gates`."""
+        """Return the gates to check: the user's; without these, the recipe's and, if it has any, `behaviour_gates`."""
         own = () if self.pair.gates_given or not self.pair.gates else behaviour_gates(report)
         return tuple(dict.fromkeys((*self.pair.gates, *own)))
 
