@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_one_line(llm):
 
 def test_a_model_without_tokenizer_is_refused(tmp_path):
     bare = make_loud_model(tmp_path / "bare", "llama")
-    with pytest.raises(RequestError, match="no usable tokenizer; tasks need a tokenizer"):
+    with pytest.raises(RequestError, match="no usable tokenizer, which tasks need; copy the"):
         QuantkitLM(str(bare), dtype="float32", threads=1)
 
 

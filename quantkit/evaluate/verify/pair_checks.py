@@ -126,8 +126,7 @@ def check_pair(
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = the model that quantkit-run.json names.
         gates: gates to check; None = the recipe's gates.
-        adapters: adapters that the user named, see `EngineConfig`. If an adapter was merged into the checkpoint, the
-            first named adapter is taken to be that adapter, in its current folder.
+        adapters: the user's adapters, see `EngineConfig`. If one was merged into the checkpoint, it must be the first.
     Raises:
         ModelError, DataError: a model or a merged adapter does not exist, or the vocabularies differ.
         CheckpointError: a file is damaged, or has changed since it was written.
