@@ -10,8 +10,7 @@ import torch
 
 from quantkit.api import quantize
 from quantkit.compress.convert import convert
-from quantkit.compress.convert.gguf_contents import interleave
-from quantkit.compress.convert.gguf_vocab import read_vocab
+from quantkit.compress.convert.gguf_contents import interleave, read_vocab
 from quantkit.compress.convert.source import open_source
 from quantkit.errors import ModelError, SchemeError
 from quantkit.formats.ggml.blocks import dequantize_blocks
