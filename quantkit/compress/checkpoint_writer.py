@@ -1,6 +1,7 @@
-"""Write the files of a compressed checkpoint and read every shard back. `quantize` and `convert` use this module.
+"""Write the files of a compressed checkpoint, and compare each shard in the file with the tensors in memory.
 
-`output.staging` handles the work folder and the final path; the package `formats` encodes the tensors.
+`quantize` and `convert` use this module. `output.staging` handles the work folder and the final path; the package
+`formats` encodes the tensors.
 """
 
 import shutil
@@ -34,16 +35,16 @@ class Shard:
         self.tensors: dict[str, Tensor] = {}
 
     def add_linear(self, module: str, weight: QuantizedTensor, scheme: LinearScheme) -> int:
-        """Encode a quantized linear and add its stored tensors.
+        """Encode a quantized linear and add the encoded tensors to the shard.
 
         Args:
             module: full name of the linear.
             weight: codes and scales of the linear.
             scheme: scheme of the linear.
         Returns:
-            Size in bytes of the stored tensors, not counting a tensor that records the shape.
+            Size of the encoded tensors in bytes, not counting a tensor that only records the weight's shape.
         Raises:
-            AuditError: the stored tensors do not decode to the codes and scales of `weight`.
+            AuditError: the encoded tensors do not decode to the codes and scales of `weight`.
         """
         encoded = self._format.encode(weight, scheme)
         self._format.check_encoded(module, weight, scheme, encoded)
@@ -56,12 +57,13 @@ class Shard:
         layout: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
         read: Callable[[Path], CheckpointReader] = CheckpointReader.of_file,
     ) -> tuple[str, list[str]]:
-        """Write the file, read it back and compare.
+        """Write the shard to a file, read the file back, and compare its tensors with those in memory.
 
         Args:
             path: path of the file.
-            layout: function that converts the tensors to the names and layout of the file.
-            read: function that opens the file and presents its tensors under the names and layout of this shard.
+            layout: function that converts this shard's tensors to those of the file, which may have other names and
+                shapes.
+            read: function that opens the file and converts its tensors back to the names and shapes of this shard.
         Returns:
             SHA-256 of the file, and the names of its tensors.
         Raises:
@@ -80,7 +82,7 @@ class Shard:
         """
         for name, tensor in self.tensors.items():
             if not identical(reader.tensor(name), tensor):
-                raise AuditError(f"{name} reads back differently from what was written")
+                raise AuditError(f"{name} reads back differently from what was written; check the disk and run again")
 
 
 def write_rest(folder: Path, source: CheckpointReader, weight_map: Mapping[str, str], config: dict[str, Any]) -> int:

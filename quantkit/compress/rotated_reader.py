@@ -1,11 +1,12 @@
-"""View a checkpoint as an equivalent model with a rotated residual stream, whose outliers are spread over all channels.
+"""Read a checkpoint as an equivalent model whose residual stream is rotated, so that outliers spread over all channels.
 
 Norm weights are folded into the linears that follow. Then the hidden states h become h Q, where Q is a random
 orthogonal matrix. Weights that write to the residual stream (embedding, attention output, down) are multiplied by Q.
 Weights that read the residual stream (q, k, v, gate, up, head) are multiplied by Q too, which cancels the rotation.
 Value heads can be rotated too; the output projection then undoes their rotation. Tensors are rotated when they are
 read; embedding and head are rotated a few rows at a time. An output head that was tied to the embedding gets its own
-weights. Queries, keys and the inside of the MLP are not rotated, because the runtime would have to do that.
+weights. Queries, keys and the inside of the MLP are not rotated: weights cannot absorb these rotations, so the runtime
+would have to compute them.
 Source: Ashkboos et al. 2024, QuaRot; Liu et al. 2024, SpinQuant (R1 and R2).
 Shapes: D hidden width, N outputs, K inputs, d head width.
 """
@@ -26,7 +27,7 @@ from quantkit.numerics.hadamard import Rotation, random_rotation
 
 
 class RotatedReader(ModelReader):
-    """Reader of the rotated model; see the module's docstring.
+    """Reader that returns the tensors of a checkpoint's rotated model; see the module's docstring.
 
     Args:
         source: reader of the checkpoint.
@@ -52,7 +53,7 @@ class RotatedReader(ModelReader):
             self.names = tuple(sorted(self._tensors))
             self.config = {**self.config, "tie_word_embeddings": False}
             size = self.info(self._head).num_bytes / 1e6
-            note = f"the output head is tied to the embedding in the source; separate weights for it add {size:.1f} MB"
+            note = f"the output head shares the embedding's weights, but needs its own once rotated: {size:.1f} MB more"
             self.notes = (*self.notes, note)
         self._stream = random_rotation(self.info(self._embedding).shape[1], seed)
         rotates_heads = heads and len(parts.qkv) == 3
@@ -115,8 +116,8 @@ class RotatedReader(ModelReader):
         name = f"{self.family.layers}.0.{self.family.parts.qkv[-1]}.weight"
         if name in self._tensors and self.info(name).shape[0] % width:
             raise ModelError(
-                f"{self.path}: {name} has {self.info(name).shape[0]} rows, not a multiple of the head width {width}; "
-                "correct config.json"
+                f"{self.path}: {name} has {self.info(name).shape[0]} rows, not a multiple of the head width {width} "
+                "in config.json; correct config.json"
             )
         return width
 
@@ -128,7 +129,7 @@ class RotatedReader(ModelReader):
         if names.norm != "rms":
             reason = "its norms subtract the mean"
         elif parts.attention_norm or parts.output_norm or not parts.input_norm or not parts.mlp_norm:
-            reason = "a norm stands between a linear and the residual stream"
+            reason = "it has a norm between a linear and the residual stream"
         elif parallel or names.experts is not None:
             reason = "its attention and MLP run in parallel" if parallel else "it has experts"
         else:
@@ -143,7 +144,7 @@ class RotatedReader(ModelReader):
                     reason = f"quantkit does not know how {name} uses the residual stream"
                     break
         if reason is not None:
-            raise ModelError(f"{path}: the step rotate does not support this model: {reason}; leave the step out")
+            raise ModelError(f"{path}: the step rotate does not support this model: {reason}; remove rotate from steps")
 
 
 def _outputs(rotation: Rotation, value: Tensor) -> Tensor:

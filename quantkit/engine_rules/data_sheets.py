@@ -25,7 +25,7 @@ class Device:
         title: full name of the device.
         memory_bytes: memory that the driver reports.
         bandwidth: bytes per second.
-        peaks: operations per second by number type, without sparsity; types without hardware units are missing.
+        peaks: operations per second without sparsity, keyed by number type; types without hardware units are missing.
         source: document that the figures come from.
         capability: compute capability times ten, or `OTHER`; None = unknown.
     """
@@ -39,7 +39,9 @@ class Device:
     capability: int | None = None
 
     def peak(self, compute: str) -> float:
-        """Return operations per second in a number type; in 16 bits if the device has no units for the type."""
+        """Return the peak operations per second in a number type, or in 16 bits if the device has no units for the
+        type.
+        """
         return self.peaks.get(compute, self.peaks["bf16"])
 
 
@@ -99,7 +101,7 @@ def find_device(name: str) -> Device:
     """Return the device called `name`, see `device_key`.
 
     Raises:
-        InputError: there is no such device; suggests the nearest name, and how to describe another device.
+        InputError: there is no such device; the message suggests the nearest name.
     """
     key = device_key(name)
     if key not in DEVICES:
@@ -125,7 +127,7 @@ def make_device(
     if name is None and memory_bytes is None:
         if bandwidth is None and peak is None:
             return None
-        raise InputError("--bandwidth and --peak do not determine the memory; give --device or --memory too")
+        raise InputError("--bandwidth and --peak need a device's memory size; give --device or --memory too")
     base = _device("given", None, "as given", 0, 0.0, "given") if name is None else find_device(name)
     peaks = base.peaks
     if peak is not None:

@@ -1,10 +1,10 @@
-"""Rules about how an engine reads a checkpoint, the properties of a checkpoint that the rules use, and the result.
+"""Predict how an engine reads a checkpoint, by applying the engine's rules to properties of the checkpoint.
 
 The first rule that applies to a linear gives the answer for this linear. The result is the worst answer of all linears.
 
-The rules are in one YAML file per engine. They come from reading the source of a release; each rule names the file and
-the function. No rule was tested on a GPU. The rules do not say whether an engine supports an architecture. This module
-does not import torch.
+The rules are in one YAML file per engine. They come from reading the source of a release of the engine; each rule names
+the file and the function. No rule was tested on a GPU. The rules do not say whether an engine supports an architecture.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Groups = int | Literal["channel", "tensor", "block"]
 Cache = Literal["", "fp8", "own"]
 Answer = Literal["fast", "slow", "unknown", "wrong", "no"]
 ANSWERS = ("fast", "slow", "unknown", "wrong", "no")
-"""How an engine reads a checkpoint, best first. `unknown`: no rule applies. `wrong`: the engine loads it but computes
-with other numbers.
+"""How an engine reads a checkpoint, best first. `unknown`: no rule says. `wrong`: the engine loads the checkpoint but
+computes with wrong numbers.
 """
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredLinear:
-    """One kind of quantized linear.
+    """One kind of quantized linear in a checkpoint.
 
     Args:
         scheme: number types and group size.
@@ -61,7 +61,7 @@ class StoredLinear:
 
     @property
     def inputs(self) -> str:
-        """Return the number type of the activations."""
+        """Return the number type of the activations; "16-bit" if they are not quantized."""
         return "16-bit" if self.scheme.activation is None else self.scheme.activation.dtype.name
 
     def describe(self) -> str:
@@ -127,7 +127,7 @@ class Conditions(Record):
 
     @property
     def span(self) -> tuple[int, int]:
-        """Return the first and last capability; those of `CPU` and `AMX` are below all GPUs."""
+        """Return the lowest and highest capability to which the rule applies; `CPU` and `AMX` are below all GPUs."""
         return {"gpu": self.capability, "cpu": (CPU, AMX), "amx": (AMX, AMX), "any": (CPU, _LAST)}[self.device]
 
     def covers(self, capability: int | None) -> bool:
@@ -193,7 +193,7 @@ class EngineRelease(Record):
         release: release whose source the rules come from.
         rules: the rules, in the order in which they are tried.
         ordinary: answer for an unquantized model.
-        caches: how the engine stores the KV cache, keyed by each `Cache` value that it does not follow.
+        caches: how the engine stores the KV cache instead, keyed by each value of `StoredModel.cache` that it ignores.
         devices: whether answers depend on the device.
     """
 
@@ -245,8 +245,8 @@ def find_engine(name: str) -> tuple[EngineRelease, int | None]:
     capability = NAMED[device_key(device)]
     if engine.devices and not any(rule.when.covers(capability) for rule in engine.rules):
         raise InputError(
-            f"no rule known for {engine.title} {engine.release} on {device}; leave the device out to see the known "
-            "rules"
+            f"quantkit has no rules for {engine.title} {engine.release} on {device}; leave the device out to see the "
+            "rules for other devices"
         )
     return engine, capability
 
@@ -309,15 +309,15 @@ def _judge_on(engine: EngineRelease, model: StoredModel, capability: int | None)
 
 
 def _whole(engine: EngineRelease, model: StoredModel, capability: int | None) -> EngineRule:
-    """Return the rule for a model without listed linears: an unquantized model, or a file of another tool."""
+    """Return the rule for a model that lists no linears: an unquantized model, or a GGUF file of another tool."""
     about = (rule for rule in engine.rules if rule.when.cover_format(model.format))
     rule = next(about, _NO_RULE if model.other_codes else engine.ordinary)
     return rule if rule is _NO_RULE or rule.when.covers(capability) else _NO_RULES
 
 
 def _describe_run(run: list[tuple[int, EngineReading]], usual: str) -> str:
-    """Describe the answer for neighbouring compute capabilities, e.g. `9.0: Marlin kernels`; an answer other than
-    `usual` is named too.
+    """Describe the common answer for neighbouring compute capabilities, e.g. `9.0: Marlin kernels`, or, if the answer
+    is not `usual`, `9.0: slow, Marlin kernels`.
     """
     first, last = f"{run[0][0] / 10:.1f}", f"{run[-1][0] / 10:.1f}"
     reading = run[0][1]

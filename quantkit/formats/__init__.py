@@ -34,7 +34,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | None:
-    """Recognise the format that a config.json describes; None for an unquantized model.
+    """Return the format and the scheme that a config.json describes; None for an unquantized model.
 
     Args:
         config: contents of config.json.

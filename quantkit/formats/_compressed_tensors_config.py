@@ -60,7 +60,7 @@ def compressed_tensors_section(linears: Mapping[str, LinearScheme], ignored: Seq
 
 
 def _ignored(name: str) -> str:
-    """Return an entry of `ignore`; the library matches expressions from the start of a name."""
+    """Return the entry of `ignore` for a linear or, if the name ends with a dot, for all linears below that module."""
     return f"re:{re.escape(name)}" if name.endswith(".") else name
 
 
@@ -106,7 +106,10 @@ def read_compressed_tensors_section(section: Mapping[str, Any]) -> Scheme:
     if not targets and parsed.kv_cache_scheme is not None:
         return Scheme(default=None)
     if not targets:
-        raise SchemeError("quantization_config has no config_groups with targets, so the storage of weights is unknown")
+        raise SchemeError(
+            "quantization_config has no config_groups with targets, so it does not say how weights are stored; "
+            "download config.json again"
+        )
     default = targets.pop(_LINEAR, None)
     # No target is the class "Linear", so modules that no target names are not quantized.
     rules = [] if default is not None else [Rule(pattern="*", linear=None)]
@@ -174,7 +177,7 @@ def _parse(section: Mapping[str, Any]) -> QuantizationConfig:
         parsed = QuantizationConfig.model_validate(fields)
     except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
-        raise SchemeError(f"compressed-tensors rejects quantization_config: {reason}") from error
+        raise SchemeError(f"the library compressed-tensors rejects quantization_config: {reason}") from error
     # Check only what the file says, because the classes have their own defaults for the format and the status.
     formats = [parsed.format] if "format" in section and parsed.config_groups else []
     formats += [group.format for group in parsed.config_groups.values() if group.format is not None]

@@ -1,7 +1,7 @@
 """Rules of compressed-tensors: which of its formats holds a scheme, and which models loaders support.
 
-A scheme must be supported by the library and by the engines that read it; schemes that only the library could compute
-are refused.
+A scheme must be supported by the library and by the engines that load the checkpoint. A scheme is refused if only the
+library supports it.
 Source: compressed-tensors `compressors/format.py`, `quantization/quant_scheme.py` (presets); vLLM
 `layers/quantization/compressed_tensors/{compressed_tensors,compressed_tensors_moe}.py`. Limits of
 a single engine are in `quantkit.engine_rules`.
@@ -59,11 +59,13 @@ def find_layout(scheme: LinearScheme) -> str:
     if multiplied and activation.dtype == INT8 and activation.group_size is None:
         return INTEGER
     name = activation.dtype.name
-    hint = f"; {name} activations require {name} weights" if activation.dtype.kind == "float" else ""
+    choices = {
+        "int8": "int8 with weights.group_size 'channel', or to symmetric int4 with dynamic activations",
+        "fp8": "fp8, or to symmetric int4 with dynamic activations",
+    }
     raise SchemeError(
         f"{activation.describe()} activations cannot be combined with {weight.describe()} weights; set weights.dtype "
-        "to int8 with weights.group_size 'channel' (for int8 activations) or to symmetric int4 (for dynamic int8 or "
-        f"fp8 activations), or leave activations out{hint}"
+        f"to {choices.get(name, name)}; or leave activations out"
     )
 
 
@@ -161,7 +163,7 @@ def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...
         for linears in kinds
     )
     if experts.reason != others.reason:
-        return (f"{experts.engine} {experts.release}: {experts.reason}; quantkit's own LLM reads them",)
+        return (f"{experts.engine} {experts.release}: {experts.reason}; quantkit's own LLM reads these experts",)
     if len(schemes) > 1:
-        return ("transformers decodes all experts with one scheme, but these experts have several; vLLM reads them",)
+        return ("transformers decodes all experts with one scheme, but these have several schemes; vLLM reads them",)
     return ()

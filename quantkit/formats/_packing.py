@@ -22,7 +22,7 @@ _BLOCK_VALUES = 1 << 22
 
 
 def pack_words(values: Tensor, bits: int, offset: int = 0) -> Tensor:
-    """Pack along the last dimension.
+    """Pack each row of values into 32-bit words.
 
     Args:
         values: (R, C) whole numbers in [-offset, 2**bits - offset), any integer dtype.
@@ -102,7 +102,14 @@ def _filled(rows: Tensor, size: int) -> Tensor:
 def packed_bytes(
     weight: WeightScheme, out_features: int, in_features: int, scale_bytes: int = 2, *, zeros: bool = True
 ) -> int:
-    """Count the bytes of codes, scales and zero points (if any), with codes and zero points in 32-bit words."""
+    """Count the bytes of a weight's codes, scales and zero points, with codes and zero points packed in 32-bit words.
+
+    Args:
+        weight: scheme of the weight.
+        out_features, in_features: shape (N, K) of the weight.
+        scale_bytes: bytes of one scale.
+        zeros: whether zero points are stored.
+    """
     groups = 1 if weight.group_size is None else math.ceil(in_features / weight.group_size)
     words = math.ceil(in_features * weight.dtype.bits / 32) * out_features
     zero_words = zeros * math.ceil(out_features * weight.dtype.bits / 32) * groups

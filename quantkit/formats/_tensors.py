@@ -24,7 +24,10 @@ def take(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...] | None
         CheckpointError: the tensor is missing or has a different shape.
     """
     if name not in tensors:
-        raise CheckpointError(f"quantized linear has no tensor {name!r}; it has {', '.join(sorted(tensors)) or 'none'}")
+        present = ", ".join(sorted(tensors)) or "none"
+        raise CheckpointError(
+            f"the quantized linear has no tensor {name!r}; its tensors: {present}; download the checkpoint again"
+        )
     tensor = tensors[name]
     if shape is not None and tuple(tensor.shape) != shape:
         raise CheckpointError(
@@ -50,7 +53,7 @@ def take_matrix(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) ->
 
 
 def take_one(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a required tensor with one value as shape (1,).
+    """Return a required tensor that holds one value, reshaped to (1,).
 
     Raises:
         CheckpointError: the tensor is missing or has several values.

@@ -68,15 +68,17 @@ def encode_microscaling(weight: QuantizedTensor) -> dict[str, Tensor]:
         # In E8M0, 255 means NaN.
         if not torch.equal(exponents.round(), exponents) or bool(((exponents < 0) | (exponents > 254)).any()):
             raise SchemeError(
-                f"{name} stores powers of two as scales, which cannot represent all scales of this weight"
+                f"{name} stores only powers of two as scales, but this weight has other scales; quantize the original "
+                f"model to {name} instead"
             )
         return {**tensors, "weight_scale": exponents.to(torch.uint8)}
     if weight.global_scale is None:
-        raise SchemeError(f"{name} needs a global scale and one scale per group, but this weight has no global scale")
+        raise SchemeError(f"{name} needs a global scale, but this weight has none; quantize the original model instead")
     local = (weight.scale * weight.global_scale).to(torch.float8_e4m3fn)
     if not torch.equal(local.float() / weight.global_scale, weight.scale):
         raise SchemeError(
-            f"{name} stores 8-bit scales times a global scale, which cannot represent all scales of this weight"
+            f"{name} stores 8-bit scales times a global scale, which cannot represent all scales of this weight; "
+            f"quantize the original model to {name} instead"
         )
     return {**tensors, "weight_scale": local, "weight_global_scale": weight.global_scale}
 

@@ -50,7 +50,7 @@ class Format(ABC):
     # Whether groups may be formed in an order that differs from that of the inputs.
     holds_group_index: ClassVar[bool] = False
     holds_activations: ClassVar[bool] = False
-    # Whether its loaders support linears whose weight the model keeps as (K, N), or need no support for them.
+    # Whether a model whose weights have the shape (K, N), such as GPT-2, can be stored so that loaders read it.
     holds_transposed: ClassVar[bool] = False
     # Whether config.json can describe the KV cache; `holds_cache_scales`: whether it can announce fixed scales.
     describes_cache: ClassVar[bool] = True
@@ -141,7 +141,8 @@ class Format(ABC):
         return 0
 
     def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return the full names of the tensors of each weight stored as codes, keyed by weight name and by local name.
+        """Return the full names of the tensors that store each quantized weight, keyed by local name within each
+        weight.
 
         A weight whose name does not end in `.weight` is a stack of matrices; its tensors have one more dimension.
 
@@ -155,7 +156,7 @@ class Format(ABC):
         }
 
     def encode(self, weight: QuantizedTensor, scheme: LinearScheme) -> dict[str, Tensor]:
-        """Return the tensors that store `weight`; `decode` restores exactly the same codes and scales."""
+        """Return the tensors that store `weight`, keyed by local name; `decode` restores the same codes and scales."""
         raise self._read_only()
 
     @abstractmethod
@@ -188,7 +189,7 @@ class Format(ABC):
         decoded = self.decode(tensors, scheme) if self.keeps_codes else weight
         for part in _NUMBERS:
             if not identical(getattr(decoded, part), getattr(weight, part)):
-                raise AuditError(f"{module}: decoding the stored {part} does not return the encoded values")
+                raise AuditError(f"{module}: the encoded {part} does not decode to the values that were encoded")
 
     def config(
         self,
@@ -238,14 +239,16 @@ class Format(ABC):
         scheme = self.recognise(config)
         if scheme is None:
             if self.keeps_codes and linears:
-                raise AuditError("config.json does not describe the format in which the checkpoint was written")
+                raise AuditError(
+                    f"config.json does not describe the format {self.name}, in which the weights were written"
+                )
             return
         for name, linear in linears.items():
             if scheme.find(name) != linear:
                 raise AuditError(f"config.json describes {name} differently from how it was quantized")
         for name in ignored:
             if not name.endswith(".") and scheme.find(name) is not None:
-                raise AuditError(f"config.json does not ignore {name}")
+                raise AuditError(f"config.json describes {name} as quantized, but it was left unquantized")
 
     def section(self, linears: Mapping[str, LinearScheme], ignored: Sequence[str], group_order: bool) -> dict[str, Any]:
         """Build the `quantization_config` for one or more quantized linears; empty if the format has none."""

@@ -62,7 +62,10 @@ class BitsAndBytes(Format):
         elif section.get("load_in_8bit") is True:
             weight = WeightScheme(dtype=INT8)
         else:
-            raise SchemeError("quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
+            raise SchemeError(
+                "quantization_config of bitsandbytes sets neither load_in_4bit nor load_in_8bit to true; download "
+                "config.json again"
+            )
         # By default, transformers does not quantize the head.
         return Scheme(default=LinearScheme(weight=weight), rules=(Rule(pattern="lm_head", linear=None),))
 
@@ -93,7 +96,10 @@ def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Parse and check the JSON text that describes how a weight was packed."""
     name = next((name for name in tensors if name.startswith(_STATE)), None)
     if name is None:
-        raise CheckpointError(f"4-bit linear has no tensor {_STATE}nf4, only {', '.join(sorted(tensors))}")
+        present = ", ".join(sorted(tensors))
+        raise CheckpointError(
+            f"the 4-bit linear has no tensor {_STATE}nf4; its tensors: {present}; download the checkpoint again"
+        )
     state = parse_object(bytes(tensors[name].view(-1).view(torch.uint8).tolist()), f"tensor {name!r}", CheckpointError)
     shape = state.get("shape")
     sizes = [*shape, state.get("blocksize")] if isinstance(shape, list) else []
@@ -109,7 +115,10 @@ def _absmax(tensors: Mapping[str, Tensor], state: Mapping[str, Any], count: int)
         return absmax.float()
     block, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(block) is not int or block < 1 or not isinstance(offset, int | float):
-        raise CheckpointError(f"nested scales need nested_blocksize and nested_offset, found {block!r} and {offset!r}")
+        raise CheckpointError(
+            f"quant_state must give numbers for nested_blocksize and nested_offset, found {block!r} and {offset!r}; "
+            "download the checkpoint again"
+        )
     table = take(tensors, "weight.nested_quant_map", (256,)).float()
     outer = take(tensors, "weight.nested_absmax", (math.ceil(count / block),)).float()
     return table[absmax.long()] * outer[torch.arange(count) // block] + offset

@@ -41,11 +41,6 @@ from quantkit.numerics.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from quantkit.models.family import Family
 
-_NO_GROUP_ORDER = (
-    "compressed-tensors no longer supports groups in activation order; "
-    "set act_order: weight, or write with --format dense"
-)
-
 
 class CompressedTensorsFormat(Format):
     """The compressed-tensors format."""
@@ -100,18 +95,27 @@ class CompressedTensorsFormat(Format):
         assert weight.scheme == scheme.weight, f"{weight.scheme} is not {scheme.weight}"
         # A weight whose last block is narrower has an index too; shapes imply it, so no file needs it.
         if weight.group_index is not None and scheme.weight.block_rows == 1:
-            raise SchemeError(_NO_GROUP_ORDER)
+            raise SchemeError(
+                "compressed-tensors no longer supports groups in activation order; set steps.gptq.act_order=weight, or "
+                "write with --format dense"
+            )
         tensors = _encode_weight(weight, packed=_is_packed(scheme))
         if scheme.activation is None or not _has_input_scale(scheme):
             return tensors
         if weight.input_scale is None:
-            raise SchemeError(f"{scheme.activation.describe()} activations need a calibrated scale, but there is none")
+            raise SchemeError(
+                f"{scheme.activation.describe()} activations need a calibrated scale, but this linear has none; set "
+                "activations.dynamic=true"
+            )
         return {**tensors, _input_name(scheme.activation): weight.input_scale.contiguous()}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         find_layout(scheme)
         if "weight_g_idx" in tensors:
-            raise SchemeError(_NO_GROUP_ORDER)
+            raise SchemeError(
+                "the linear has groups in activation order (weight_g_idx), which compressed-tensors no longer "
+                "supports; quantize the original model again"
+            )
         weight = _decode_weight(tensors, scheme.weight)
         if scheme.activation is None or not _has_input_scale(scheme):
             return weight
@@ -134,10 +138,13 @@ def _check_blocks(scheme: LinearScheme, shape: tuple[int, int]) -> None:
     if weight.block_rows is not None and shape[0] % weight.block_rows:
         raise SchemeError(
             f"weights.group_size: blocks of {weight.block_rows} outputs do not divide the {shape[0]} outputs of this "
-            "linear, so engines cannot fuse it with others; add it to ignore, or set 'channel'"
+            "linear, so engines cannot fuse it with others; add it to ignore, or set weights.group_size to channel"
         )
     if activation is not None and activation.group_size is not None and shape[1] % activation.group_size:
-        raise SchemeError(f"activations.group_size {activation.group_size} does not divide the {shape[1]} inputs")
+        raise SchemeError(
+            f"activations.group_size {activation.group_size} does not divide the {shape[1]} inputs of this linear; add "
+            "this linear to ignore"
+        )
     in_blocks = weight.group_size is not None and weight.block_rows != 1
     if in_blocks and activation is not None and activation.group_size != weight.group_size:
         raise SchemeError(

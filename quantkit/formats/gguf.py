@@ -193,7 +193,7 @@ FORMAT = GGUFFormat()
 
 
 def _of_blocks(name: str) -> LinearScheme:
-    """Return the scheme of a type of ggml, as a recipe gives it."""
+    """Return the scheme that a recipe describes by the name of a ggml type."""
     dtype = find_dtype(name)
     return LinearScheme(weight=WeightScheme(dtype=dtype, group_size=dtype.group, symmetric=not dtype.has_minimums))
 

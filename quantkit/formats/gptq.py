@@ -113,7 +113,10 @@ class GPTQFormat(Format):
         bits, half = scheme.weight.dtype.bits, -int(scheme.weight.dtype.minimum)
         words = take_matrix(tensors, "qweight", torch.int32)
         if words.shape[0] * 32 % bits:
-            raise CheckpointError(f"tensor 'qweight' has {words.shape[0]} rows, not a whole number of {bits}-bit codes")
+            raise CheckpointError(
+                f"tensor 'qweight' has {words.shape[0]} rows of 32-bit words, which do not hold a whole number of "
+                f"{bits}-bit codes; download the checkpoint again"
+            )
         index = tensors.get("g_idx")
         width, rows = _num_inputs(words.shape[0], bits, None if index is None else index.shape), words.shape[1]
         groups = scheme.weight.num_groups(width)
@@ -193,8 +196,8 @@ def check_scale(scale: Tensor) -> None:
     """
     if scale.dtype not in HALF_DTYPES:
         raise SchemeError(
-            f"scales are {scale.dtype}, but GPTQ and AWQ loaders would round them to 16 bits; quantize with this "
-            "format from the start, or keep format compressed-tensors"
+            f"scales are {scale.dtype}, but GPTQ and AWQ loaders would round them to 16 bits; quantize the original "
+            "model to gptq-v2 or awq, or use format compressed-tensors"
         )
 
 
@@ -292,7 +295,8 @@ def _group_index(tensors: Mapping[str, Tensor], width: int, groups: int) -> Tens
     index = take(tensors, "g_idx", (width,)).to(torch.int64)
     if width and not 0 <= int(index.min()) <= int(index.max()) < groups:
         raise CheckpointError(
-            f"'g_idx' runs from {int(index.min())} to {int(index.max())}, but there are {groups} groups"
+            f"'g_idx' has group numbers {int(index.min())} to {int(index.max())}, but the weight has {groups} groups; "
+            "download the checkpoint again"
         )
     # Files store the index even if groups are in order; without it, groups dequantize as views.
     in_order = torch.equal(index, torch.arange(width, device=index.device) // max(1, width // groups))

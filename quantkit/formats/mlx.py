@@ -100,7 +100,8 @@ class MLXFormat(Format):
         if weight.group_index is not None:
             raise SchemeError("mlx cannot store groups in activation order; set steps.gptq.act_order=weight")
         if weight.zero_point is None or weight.scale.dtype not in HALF_DTYPES:
-            raise SchemeError(f"mlx needs zero points and scales of 16 bits, not {weight.scale.dtype}")
+            found = "no zero points" if weight.zero_point is None else f"scales in {weight.scale.dtype}"
+            raise SchemeError(f"mlx needs zero points and scales of 16 bits, but this weight has {found}")
         if bool((weight.scale == 0).any()):
             raise SchemeError("a scale is 0, so no bias can store its zero point; quantize the original model again")
         # Exact: 11 bits of the scale times 8 bits of the zero point fit into float32's 24.
@@ -120,8 +121,8 @@ class MLXFormat(Format):
         zero = (bias.double() / scale.double()).neg_().round_()
         if not torch.equal(zero * scale.double(), -bias.double()) or not _within(zero, bits):
             raise SchemeError(
-                "its biases are not whole multiples of its scales, so the weight has no zero points; quantkit only "
-                "reads MLX files that it wrote, so use the original model"
+                "a bias of this weight is not a whole multiple of its scale; quantkit only reads MLX files that "
+                "quantkit wrote, so use the original model"
             )
         return QuantizedTensor(
             codes=unpack_words(words, bits, half, width),  # (N, K)
@@ -187,19 +188,23 @@ def check_model_type(config: Mapping[str, Any]) -> None:
     name = config.get("model_type")
     if name not in _COMPARED:
         raise SchemeError(
-            f"model_type {name!r} was not compared with mlx-lm, or gave different results there; compared: "
-            f"{', '.join(sorted(_COMPARED))}"
+            f"quantkit does not write model_type {name!r} for mlx-lm, because results were not compared or differed; "
+            f"supported: {', '.join(sorted(_COMPARED))}"
         )
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     is_used = config.get("use_sliding_window", True) and name not in _WINDOWED
     if is_used and isinstance(window, int) and not (isinstance(longest, int) and longest <= window):
         raise SchemeError(
-            f"mlx-lm ignores sliding_window {window} of model_type {name!r}, so results for longer texts would differ"
+            f"mlx-lm ignores sliding_window {window} of model_type {name!r}, so results for longer texts would "
+            "differ; use another format"
         )
     for rope in _ropes(config):
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in _ROPES:
-            raise SchemeError(f"rope_type {kind!r} was not compared with mlx-lm; compared: {', '.join(sorted(_ROPES))}")
+            raise SchemeError(
+                f"quantkit does not write rope_type {kind!r} for mlx-lm, because results were not compared; supported: "
+                f"{', '.join(sorted(_ROPES))}"
+            )
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -46,7 +46,10 @@ class ModelOpt(Format):
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         if "pre_quant_scale" in tensors:
-            raise SchemeError("tensor 'pre_quant_scale' scales the inputs, which is not supported")
+            raise SchemeError(
+                "the linear has a scale for its inputs ('pre_quant_scale'), which is not supported; use a checkpoint "
+                "without it"
+            )
         weight = scheme.weight
         stored = take_matrix(tensors, "weight", FP8.storage if weight.dtype == FP8 else torch.uint8)
         if weight.dtype == INT4:
@@ -56,7 +59,7 @@ class ModelOpt(Format):
         scale = take(tensors, "weight_scale", None).float().reshape(-1, 1)
         if scale.shape[0] not in (1, stored.shape[0]):
             raise CheckpointError(
-                f"'weight_scale' has {scale.shape[0]} values; expected {stored.shape[0]}, one per output"
+                f"'weight_scale' has {scale.shape[0]} values; expected 1, or {stored.shape[0]} (one per output)"
             )
         scale = scale.expand(stored.shape[0], 1).contiguous()
         return QuantizedTensor(codes=stored, scale=scale, zero_point=None, scheme=weight)

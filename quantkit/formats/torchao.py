@@ -43,7 +43,10 @@ class TorchAO(Format):
             return decoded
         zero = take(tensors, "_weight_zero_point", tuple(decoded.scale.shape)).to(torch.int8)
         if weight.symmetric and bool(zero.any()):
-            raise CheckpointError("'_weight_zero_point' is not 0, although config.json says the mapping is symmetric")
+            raise CheckpointError(
+                "'_weight_zero_point' has values other than 0, but config.json says that weights are symmetric; "
+                "download the checkpoint again"
+            )
         return replace(decoded, zero_point=None if weight.symmetric else zero)
 
     def scheme(self, section: Mapping[str, Any]) -> Scheme:

@@ -1,4 +1,4 @@
-"""Count the shape of a model of any family, from its config or, more exactly, from its shard headers."""
+"""Count the parameters and bytes of a model of any family, from its config or, more exactly, from its shard headers."""
 
 import math
 import re
@@ -138,7 +138,7 @@ def _stored_dtype(model: ModelDescription) -> str:
 def _remarks(model: ModelDescription) -> Iterator[str]:
     if not model.family.known:
         name = _model_type(model)
-        yield f"family {name!r} is unknown and is counted like Llama; with shard headers the count would be exact"
+        yield f"family {name!r} is unknown and is counted like Llama; a directory with the weights gives an exact count"
     if model.entries.is_wrapped:
         yield TOWERS
     if model.family.mtp is None and model.entries.optional_count("num_nextn_predict_layers"):
@@ -224,7 +224,10 @@ def _ends(model: ModelDescription, outside: dict[str, TensorInfo]) -> tuple[int,
         elif module == "wte" or "embed" in module:
             embeddings[name] = math.prod(stored.shape)
     if not embeddings:
-        raise CheckpointError(f"{model.entries.where}: the shards have no token embedding of width {model.hidden_size}")
+        raise CheckpointError(
+            f"{model.entries.where} gives the hidden size {model.hidden_size}, but the shards have no token embedding "
+            "of that width; download the model again"
+        )
     table = max(embeddings, key=lambda name: embeddings[name])
     # Only config.json decides, not the family's default: a head that is stored beside the embedding counts.
     tied = bool(model.entries.entries.get("tie_word_embeddings")) or not heads

@@ -1,4 +1,4 @@
-"""The whole plan in one call: shape, sizes, what fits, lower bounds on time, a recipe's effect; nothing is measured."""
+"""Estimate a model's sizes, what fits on a device, lower bounds on time, and a recipe's effect; nothing is measured."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class DeviceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A plan; each figure is computed on access.
+    """Estimates of the memory and time that a model needs; each figure is computed on access.
 
     Args:
         shape: shape of the model.
@@ -120,9 +120,10 @@ class Estimate:
 
     @cached_property
     def on_device(self) -> tuple[DeviceRow, ...]:
-        """Fit and best possible speed on the device for every pair of a relevant scheme and a cache form.
+        """Memory use and best possible speed on the device, for every pair of a weight scheme and a cache form.
 
-        If the cache is unknown, the rows list schemes only.
+        If the model's cache is unknown, there is one row for each weight scheme. With many schemes, only the usual ones
+        are listed.
         """
         if self.device is None:
             return ()
@@ -159,7 +160,7 @@ class Estimate:
 
     @property
     def readings(self) -> list[EngineReading]:
-        """Verdicts of engines on the recipe's result, for the device if one is given."""
+        """Predictions of how engines read the recipe's result, on the device if one is given."""
         if self.recipe is None:
             return []
         stored, capability = self.recipe.stored, None if self.device is None else self.device.capability
@@ -167,7 +168,7 @@ class Estimate:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Limits of the figures: what they leave out or assume."""
+        """One sentence about each thing that the figures leave out or assume."""
         return (*self.shape.remarks, *_remarks(self.shape, self.recipe, self.device))
 
 
@@ -175,7 +176,7 @@ def find_shape(model: str | Path | None, shape_file: str | Path | None, params: 
     """Return the shape of the given model, or of the bundled demo model if all arguments are None.
 
     Raises:
-        InputError: several models are given; or see `planning.source`.
+        InputError: several models are given, or the given model cannot be read; see `planning.source`.
     """
     given = [name for name, value in (("MODEL", model), ("--shape", shape_file), ("--params", params)) if value]
     if len(given) > 1:
@@ -218,7 +219,7 @@ def estimate(
         head: "int8" or "int4" quantizes the output head at load; None = as stored.
         engine: engine that will read the recipe's result; None = report on every engine.
         kv_budget: maximum number of tokens per sequence that the cache keeps, or a share of the context; None = all.
-        kv_policy: eviction policy: which tokens are kept.
+        kv_policy: name of the eviction policy, which decides which tokens the cache keeps.
     Returns:
         The plan.
     Raises:
@@ -282,8 +283,8 @@ def _remarks(shape: ModelShape, plan: RecipePlan | None, device: Device | None) 
     if any(layer.attention.kind == "window" for layer in shape.layers) and device is not None:
         whole = sum(layer.attention.page_bytes(BF16) for layer in shape.layers) / DEFAULT_PAGE_SIZE
         yield (
-            "for sliding-window layers, only the tokens in the window are counted; the bundled runtime keeps all "
-            f"tokens, {whole:,.0f} B per token in 16 bits"
+            "for sliding-window layers, only the tokens in the window are counted; quantkit's runtime keeps all "
+            f"tokens, which takes {whole:,.0f} B per token in 16 bits"
         )
     for compute in sorted({form.compute for form in plan.forms} - {"bf16"}) if plan else ():
         if device is not None and device.peaks and compute not in device.peaks:
@@ -329,7 +330,7 @@ def _schemes(shape: ModelShape, plan: RecipePlan | None, head: memory.WeightForm
 
 
 def _shown(schemes: Sequence[memory.WeightChoice], plan: RecipePlan | None) -> list[memory.WeightChoice]:
-    """Return the schemes to list for each cache form: as stored, 8 bits and 4 bits, or the recipe."""
+    """Return the schemes to list for each cache form: as stored, 8 bits and 4 bits, or the recipe's scheme."""
     if plan is not None or len(schemes) < 4:
         return list(schemes)
     names = ("as stored", memory.INT8_WEIGHTS.name, memory.INT4_WEIGHTS.name)

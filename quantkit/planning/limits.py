@@ -1,6 +1,6 @@
-"""Limits of a device: what fits in memory, and the best possible speed from bandwidth and peak operations.
+"""Limits of a device: what fits in its memory, and the least time of a step at the device's bandwidth and peak rates.
 
-These are lower bounds on time, not predictions: they assume perfect overlap, free launches, and one read of every byte.
+Times are lower bounds, not predictions: they assume perfect overlap, free launches, and one read of every byte.
 Shapes: B sequences, L tokens.
 """
 
@@ -21,7 +21,7 @@ RESERVE = 0.05
 """Share of the memory that is left to the driver, the allocator and graphs."""
 
 STEP_TOKENS = TOKEN_BUDGET["cuda"]
-"""Tokens of one step of the bundled runtime, prefill chunks included."""
+"""Maximum number of tokens in one step of the bundled runtime on a GPU, including prefill chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Eviction:
 
     Args:
         budget: number of tokens to keep, or a share of the context; None = keep all.
-        policy: eviction policy: which tokens are kept.
+        policy: name of the eviction policy, which decides which tokens are kept.
         page_size: tokens per page of the cache.
     """
 
@@ -72,7 +72,7 @@ class Eviction:
         return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
-        """Return the extra bytes of a sequence during a prompt chunk; tokens are evicted only after the attention."""
+        """Return the extra cache bytes of a sequence during a prompt chunk: eviction follows the chunk's attention."""
         kept = self.kept(context)
         most = min(context, kept - 1 + STEP_TOKENS) if kept < context else kept
         before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))
@@ -155,25 +155,25 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The larger of the two times."""
+        """The least time of the step: the larger of `memory_s` and `compute_s`."""
         return max(self.memory_s, self.compute_s)
 
     @property
     def bound_by(self) -> str:
-        """ "memory" or "compute"."""
+        """Which of the two times is larger: "memory" or "compute"."""
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
 def decode_floor(
     shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, device: Device, *, context: int, batch: int
 ) -> Floor:
-    """Return the floor of one decode step, which adds one token to every sequence.
+    """Return the least time of one decode step, which adds one token to every sequence.
 
     Args:
         shape: shape of the model.
         scheme, form: number types of weights and cache.
         device: the device.
-        context: tokens that each sequence has.
+        context: number of tokens in the cache of each sequence.
         batch: number of sequences.
     """
     read = step_bytes(shape, scheme, form, context=context, batch=batch)
@@ -190,7 +190,8 @@ def step_bytes(shape: ModelShape, scheme: memory.WeightChoice, form: KVForm, *, 
 
 
 def prefill_floor(shape: ModelShape, scheme: memory.WeightChoice, device: Device, *, prompt: int) -> Floor:
-    """Return the floor of the prefill of one prompt: all products, causal attention, logits of the last token.
+    """Return the least time of the prefill of one prompt; counts all products, causal attention, and one token's
+    logits.
 
     Args:
         shape: shape of the model.
@@ -217,13 +218,13 @@ def _product_flops(shape: ModelShape, scheme: memory.WeightChoice) -> Mapping[st
 
 
 def _floor(device: Device, read: float, products: Mapping[str, float], in_16_bits: float) -> Floor:
-    """Return the floor of a step.
+    """Return the least time of a step.
 
     Args:
         device: the device.
         read: bytes that the step reads.
         products: operations of the linears, keyed by number type.
-        in_16_bits: all other operations.
+        in_16_bits: number of all other operations, which are computed in 16 bits.
     """
     by_type = {**products, "bf16": products.get("bf16", 0.0) + in_16_bits}
     return Floor(

@@ -159,7 +159,7 @@ class WeightChoice:
 
 
 def everywhere(form: WeightForm | None, head: WeightForm | None = None) -> WeightChoice:
-    """Return the choice of one form for all quantizable linears; None leaves the model as stored.
+    """Return the choice of the same form for all quantizable linears; None leaves all weights as stored.
 
     Args:
         form: form of the linears.
@@ -309,7 +309,7 @@ def compression_bytes(
     shape: ModelShape, num_tokens: int, steps: Sequence[Step], *, hands_on: bool = False
 ) -> dict[str, int]:
     """Estimate the peak memory of `quantkit quantize` in bytes, keyed by purpose; see `algorithms.base.steps_bytes`.
-    "libraries" is what the process holds before the first layer.
+    "libraries" is the memory that the process uses before it loads the first layer.
 
     Args:
         shape: shape of the model.
@@ -347,7 +347,9 @@ def _touched(shape: ModelShape, batch: int) -> float:
 
 
 def _width(layer: LayerTensors) -> int:
-    """Return the activations per token of a layer: widest input plus all outputs, of attention or MLP (the larger)."""
+    """Return the number of activation values per token of a layer: the widest input plus all outputs, of either
+    attention or MLP, whichever needs more.
+    """
     widths = []
     for attention in (True, False):
         chosen = [m for m in layer.matrices if ("attn" in m.name or "attention" in m.name) == attention]

@@ -1,4 +1,4 @@
-"""Effect of a recipe on a model of known shape: the form of each matrix, and reasons why the recipe cannot be used.
+"""Effect of a recipe on a model of known shape: number types of each matrix, and why the recipe may be impossible.
 
 Loading a recipe imports torch; plans without a recipe do not use this module.
 """
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipePlan:
-    """Result of a recipe on a model.
+    """What a recipe does to a model.
 
     Args:
         name: name of the recipe.
         format: on-disk format.
         scheme: form of each matrix, for the sums in `memory`.
-        forms: the different forms that occur.
+        forms: the distinct forms that matrices get.
         num_tokens: number of calibration tokens; 0 without calibration.
         samples: number of calibration sequences; 0 without calibration.
         steps: steps in running order.
         hands_on: whether layers pass on more than hidden states.
         conflicts: reasons why the recipe cannot run, one line each; an error quotes the first.
         cache: form of the KV cache, ignoring outliers; None = unchanged.
-        stored: description of the resulting checkpoint, for the rules of engines.
+        stored: description of the resulting checkpoint, for predictions of which engines read it.
         notes: one sentence for each case in which groups are smaller than the recipe asks for.
     """
 
@@ -118,7 +118,7 @@ def _ends_bytes(shape: ModelShape, type_name: str | None) -> int | None:
 
 
 def _cache_schemes(shape: ModelShape, goal: CacheGoal) -> list[KVScheme]:
-    """Return the scheme of each layer; of an unknown model, the usual one."""
+    """Return the KV cache scheme of each layer; if the layers are unknown, only the recipe's usual scheme."""
     return [goal.of_layer(index).scheme for index in range(len(shape.layers))] or [goal.scheme]
 
 

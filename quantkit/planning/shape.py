@@ -33,7 +33,8 @@ class ModelShape:
             of parameters and the memory do not include heads, because engines load them only for speculative decoding.
         mtp_parameters: parameters of all MTP heads, described or not.
         mtp_stored_bytes: bytes of the heads' tensors, if headers are known.
-        active_total: number of parameters that a token uses, if layers are unknown; None = computed from the layers.
+        active_total: number of parameters that one token uses, if the layers are unknown; None = computed from
+            `layers`.
         stored_bytes: bytes of all tensors, if headers are known.
         quantized: whether the checkpoint is already quantized, so that `stored_bytes` is the size of its weights.
         remarks: what the count leaves out or assumes.
@@ -89,7 +90,7 @@ class ModelShape:
         return self.head or self.embedding
 
     def caches(self, form: KVForm) -> Iterator[tuple[AttentionShape | StateShape, KVForm]]:
-        """Yield the cache of each layer, and the form of the cache.
+        """Yield the cache of each layer, and the number types in which it is stored.
 
         Caches of layers with a window are not quantized: they hold few tokens, and errors in them cost accuracy.
         """

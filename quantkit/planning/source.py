@@ -1,4 +1,4 @@
-"""Convert user input to a model's shape: a model directory, config file, hub id, shape file or parameter count.
+"""Find the shape of the model that a user names by a directory, config file, hub id, shape file or parameter count.
 
 No weights are read, and only config.json is fetched from the hub.
 """
@@ -50,7 +50,7 @@ def from_model(model: str | Path | None) -> ModelShape:
     The shape is counted from shard headers if all shards exist, otherwise from the config.
 
     Raises:
-        ModelError: there is no such model, or its config lacks an entry.
+        ModelError: there is no such model, or its config lacks a required entry.
         CheckpointError: a shard is damaged.
     """
     if model is None:
@@ -177,7 +177,7 @@ def _quantized(model: ModelDescription, name: str, folder: Path) -> ModelShape:
 
 
 def description_of(data: dict[str, Any], where: str) -> ModelDescription:
-    """Return the description in a config.json; a model of unknown family is treated like Llama if possible.
+    """Return the description of a model from its config.json; an unknown family is treated like Llama if possible.
 
     Raises:
         ModelError: a size is missing or invalid, or the model caches something other than keys and values.

@@ -33,7 +33,7 @@ from quantkit.models.rope import RopeConfig, read_rope
 from quantkit.models.stored_names import GGUFNames
 from quantkit.safety.untrusted import read_object, read_text, shorten
 
-# Buffers in old files that every reader computes itself.
+# Ends of the names of tensors to leave out: buffers in old files, which every reader computes itself.
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -48,7 +48,7 @@ class ExportedTensor:
         shape: shape in the GGUF file, outermost dimension first.
         is_quantized: whether the tensor is the weight of a linear whose codes are copied.
         is_norm: whether the tensor is a norm's weight, to which the family's offset is added.
-        interleave: number of heads whose rows are reordered; 0 = rows keep their order.
+        interleave: number of heads whose rows are reordered, see the function `interleave`; 0 = rows keep their order.
         transposed: whether the checkpoint stores the tensor transposed.
     """
 
@@ -95,7 +95,7 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
     Args:
         source: the checkpoint.
         model: result of `find_gguf_model`.
-        file_type: number of ggml's type of the whole file.
+        file_type: number that ggml gives the type of the whole file (`gguf.LlamaFileType`).
     Raises:
         ModelError: config.json lacks a required number or has an invalid one, or GGUF does not support the tokenizer or
             the rope scaling.
@@ -114,11 +114,11 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
     for key, config_key in names.numbers.items():
         value = known.get(config_key, model.entries.get(config_key))
         if value is None and key == "context_length":
-            raise ModelError(f"{where}/config.json has no {config_key!r}, which a GGUF file needs")
+            raise ModelError(f"{where}/config.json has no {config_key!r}, which a GGUF file needs; add it")
         if value is not None:
             if type(value) not in (int, float) or not math.isfinite(value):
-                raise ModelError(f"{where}/config.json: {config_key!r} is {shorten(value)}, expected a finite number")
-            # The Python type decides the type in the file, and llama.cpp accepts only one type.
+                raise ModelError(f"{where}/config.json: {config_key!r} is {shorten(value)}; expected a finite number")
+            # The Python type decides the type in the file, and llama.cpp accepts only one type for each entry.
             entries[f"{name}.{key}"] = float(value) if "epsilon" in key or "softcapping" in key else int(value)
     if names.rotary:
         entries |= {f"{name}.{key}": value for key, value in _rotary(model).items()}
@@ -126,7 +126,7 @@ def metadata_of(source: Source, model: ModelDescription, file_type: int) -> dict
         (name for name in source.modules if _full_name(model.family, name) == model.family.embedding), None
     )
     if embedding is None:
-        raise ModelError(f"{where} has no {model.family.embedding}.weight; the download may be incomplete")
+        raise ModelError(f"{where} has no tensor {model.family.embedding}.weight; download the model again")
     rows = source.reader.info(f"{embedding}.weight").shape[0]
     return {**entries, **read_vocab(where, source.reader.config, rows)}
 
@@ -150,7 +150,7 @@ def list_tensors(source: Source, model: ModelDescription) -> list[ExportedTensor
         if name is None:
             raise ModelError(
                 f"{source.reader.path}: quantkit knows no GGUF name for module {module}, so it cannot write this model "
-                f"as a GGUF file of architecture {_names(family).name}"
+                f"as a GGUF file of architecture {_names(family).name}; choose another format"
             )
         is_quantized = module in source.linears
         own = {"weight": source.shape(module)} if is_quantized else {}  # codes are not stored under `weight`
@@ -231,7 +231,7 @@ def _full_name(family: Family, module: str) -> str:
 
 
 def read_vocab(folder: Path, config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return the metadata of a GGUF file that describes the tokenizer; all keys begin with `tokenizer.`.
+    """Return the metadata entries of a GGUF file that describe the tokenizer; all keys begin with `tokenizer.`.
 
     Args:
         folder: folder of the model, with tokenizer.json.
@@ -299,7 +299,8 @@ def _tokens(
             raise TypeError(f"the token with id {number} is not a string")
         if not 0 <= number < num_rows:
             raise ModelError(
-                f"{folder}/tokenizer.json: token {token!r} has id {number}, but the embedding has {num_rows} rows"
+                f"{folder}/tokenizer.json: token {token!r} has id {number}, but the embedding has {num_rows} rows; "
+                "download the tokenizer and the weights again"
             )
         tokens[number], types[number] = token, kind
     return tokens, types

@@ -42,7 +42,7 @@ _CHUNK_VALUES = 1 << 22
 
 
 Typed = list[tuple[ExportedTensor, Block]]
-"""Tensors with their block types."""
+"""Tensors to write, each with its GGUF type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +74,8 @@ def write_gguf(
         embedding: GGUF type to which the embedding and the head are rounded, also a key of `MATRIX_BLOCKS`. None = use
             `type_name`, but round the head to q6_k if `type_name` is a smaller K type.
         entries: further metadata, see `write_gguf_file`.
-        progress: called twice for each tensor, before its type is chosen and before it is written, with the number of
-            calls before this one, the number of all calls, and the name of the tensor's module.
+        progress: called twice for each tensor: before its type is chosen and before it is written. It gets the number
+            of earlier calls, the total number of calls, and the name of the tensor's module.
     Raises:
         SchemeError: no block type can store the codes exactly, or the requested types do not suit the checkpoint.
         ModelError: GGUF does not support the family or the tokenizer.
@@ -167,7 +167,7 @@ def _fallbacks(plan: Typed, type_name: str | None) -> Iterator[str]:
 
 
 def _type_of(tensor: ExportedTensor, type_name: str | None, embedding: str | None, *, has_head: bool) -> str | None:
-    """Return the type to round a tensor to; None = keep its own dtype."""
+    """Return the GGUF type to which a tensor is rounded; None = the tensor keeps its dtype."""
     if tensor.name not in ("output.weight", "token_embd.weight"):
         return type_name
     # In a model without a head, the embedding serves as the head and gets the head's type.
@@ -211,7 +211,9 @@ def _block(source: Source, tensor: ExportedTensor, type_name: str | None) -> Blo
         dtype = source.reader.info(tensor.stored_name).dtype
         block = {PLAIN[block]: block for block in (Block.F32, Block.F16, Block.BF16)}.get(dtype)
         if block is None:
-            raise ModelError(f"{source.reader.path}: {tensor.stored_name} is {dtype}, which GGUF cannot store")
+            raise ModelError(
+                f"{source.reader.path}: {tensor.stored_name} is {dtype}, which GGUF cannot store; convert it to float32"
+            )
         return block
     return Block[matrix_block(type_name, tensor.shape[-1])]
 
@@ -224,7 +226,7 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
         if weight is not None and not torch.equal(
             dequantize_blocks(block, data, weight.shape), weight.dequantize(torch.float32)
         ):
-            raise AuditError(f"{tensor.module}: its {block.name} blocks do not decode to the values of the source")
+            raise AuditError(f"{tensor.module}: the {block.name} blocks to write do not decode to the source's values")
         yield data.view(-1).numpy().data
         return
     whole = tensor.transposed or tensor.interleave or len(tensor.shape) < 2
@@ -243,7 +245,9 @@ def _bytes(source: Source, tensor: ExportedTensor, block: Block, norm_offset: fl
 
 
 def _encode(source: Source, tensor: ExportedTensor) -> tuple[QuantizedTensor | None, Block, Tensor]:
-    """Return a quantized linear, its GGUF type and its blocks; None for the linear if the source has blocks already."""
+    """Return the weight of a quantized linear, its GGUF type and its blocks. If the source already stores the linear in
+    blocks, these blocks are returned, and None for the weight.
+    """
     rows = interleave(torch.arange(tensor.shape[0]), tensor.interleave)
     dtype = source.linears[tensor.module].weight.dtype
     if dtype.block is not None:  # blocks already
@@ -257,13 +261,13 @@ def _encode(source: Source, tensor: ExportedTensor) -> tuple[QuantizedTensor | N
 def _read_back(path: Path, tensors: Mapping[str, tuple[Block, tuple[int, ...]]], digests: Mapping[str, str]) -> None:
     written = read_gguf(path)
     if {name: (info.block, info.shape) for name, info in written.tensors.items()} != dict(tensors):
-        raise AuditError(f"{path.name}: its header reads back differently from how it was written")
+        raise AuditError(f"the header of {path.name} reads back differently from what was written; run again")
     for name, expected in digests.items():
         digest = hashlib.sha256()
         for chunk in written.chunks(name):
             digest.update(chunk)
         if digest.hexdigest() != expected:
-            raise AuditError(f"{path.name}: tensor {name} differs from what was written")
+            raise AuditError(f"{path.name}: tensor {name} differs from what was written; check the disk and run again")
 
 
 def _file_type(plan: Typed) -> FileType:

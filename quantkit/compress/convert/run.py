@@ -79,9 +79,10 @@ def convert(
         embedding: for "gguf", the type to which an unquantized embedding and head are rounded; None = see `write_gguf`.
         entries: for "gguf", further metadata of the file.
         overwrite: replace an existing output.
-        progress: called before each layer ("gguf": see `write_gguf`) with the number finished, the total, and a name.
+        progress: called before each layer ("gguf": see `write_gguf`) with the number of finished layers, the
+            number of all layers, and a layer's name.
     Raises:
-        SchemeError: the format cannot store the checkpoint exactly; the message says why, and what can store it.
+        SchemeError: the format cannot store the checkpoint exactly; the message says why, and which formats can.
         ModelError, CheckpointError: the checkpoint cannot be read.
         OutputError: the output exists already or cannot be written.
     """
@@ -167,7 +168,7 @@ def _write_layers(source: Source, target: Target, folder: Path, progress: Progre
 
 
 def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
-    """Return one layer, encoded in the target's format."""
+    """Return the shard of one layer, with its linears encoded in the target's format."""
     shard = Shard(target.format)
     for module in modules:
         if module not in target.linears:

@@ -25,13 +25,13 @@ _LAYER = re.compile(r"(?:.*?\.)?(?:layers|h|blocks|layer)\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A checkpoint directory whose headers have been read.
+    """A checkpoint directory or GGUF file whose headers have been read.
 
     Args:
         reader: reader of the checkpoint's files.
         format: format of the quantized linears; the dense format for an unquantized model.
         linears: scheme of each quantized linear, keyed by full module name.
-        modules: local tensor names, keyed by full module name, in the order of the layers.
+        modules: names of each module's tensors relative to the module, keyed by full module name, in layer order.
         dense: for a GGUF file, reader of the dequantized values, because other formats cannot store the codes of GGUF
             types with minimums exactly; None for other checkpoints.
         weights: weights that replace those of the files, keyed by full module name.
@@ -78,8 +78,8 @@ class Source:
         return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())
 
     def layers(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the modules to convert together: all modules of one decoder layer, layer by layer; then all other
-        modules, under the name "".
+        """Yield the name and the modules of each decoder layer, then "" and all other modules. The modules of one item
+        are converted together.
         """
         layers: dict[str, list[str]] = {}
         for module in self.modules:
@@ -113,7 +113,9 @@ def open_source(path: Path) -> Source:
     schemes = {module: scheme.find(module) for module, tensors in modules.items() if stores_codes(tensors)}
     linears = {module: linear for module, linear in schemes.items() if linear is not None}
     if not linears and scheme.default is None:
-        raise CheckpointError(f"{reader.path}: only the KV cache is quantized, so there are no weights to convert")
+        raise CheckpointError(
+            f"{reader.path}: only the KV cache is quantized, so there are no weights to convert; use it unchanged"
+        )
     if not linears:
         raise CheckpointError(
             f"{reader.path}: config.json says {format_.name}, but no module has tensors of that format; "

@@ -31,7 +31,7 @@ class Target:
         linears: scheme of each linear to write. It is the source's scheme, with zero points (all 0) added if the format
             always stores zero points.
         ignored: full names of the unquantized linears; see `Format.config`.
-        group_order: whether some linear has groups in a different order from its inputs.
+        group_order: whether the groups of some linear are in activation order instead of the order of its inputs.
     """
 
     format: Format
@@ -132,7 +132,7 @@ def _check(source: Source, format_: Format) -> Target:
 
 
 def refuse_reordered(source: Source, module: str, format_: Format) -> bool:
-    """Whether the order of a linear's groups differs from that of its inputs.
+    """Whether the groups of a linear are in activation order, which differs from the order of its inputs.
 
     Raises:
         SchemeError: the order differs, and the format cannot store it.
@@ -185,9 +185,10 @@ def _storable(scale: Tensor, format_: Format) -> Tensor:
         if torch.equal(cast.to(torch.float64), scale.to(torch.float64)):
             return cast
     dtypes = " or ".join(dtype_name(dtype) for dtype in format_.scale_dtypes)
+    other = format_.name if format_.is_recipe_format else "gptq-v2"  # it has 16-bit scales, too
     raise SchemeError(
         f"its scales are {str(scale.dtype).removeprefix('torch.')} and would be rounded to {dtypes}; "
-        "quantize the original model with this --format instead"
+        f"quantize the original model with --format {other} instead"
     )
 
 
@@ -207,7 +208,9 @@ def _check_fused(source: Source, linears: Mapping[str, LinearScheme]) -> None:
 
 
 def _ignored(source: Source) -> Iterator[str]:
-    """Yield the unquantized linears: the head, and linears in and outside the layers (MTP, towers); no embedding."""
+    """Yield the names of the unquantized linears in and outside the layers, including the head, MTP heads and towers,
+    but not the embedding.
+    """
     yield "lm_head"
     try:
         embedding = find(source.reader.config).embedding

@@ -1,9 +1,9 @@
 """Find the structure of models that no file in `models.families` describes, by running them on random numbers.
 
 The decoder layers are the modules through which hidden states pass. Linears that read the same tensor form one set. The
-norm or linear that computes this tensor can absorb a smoothing scale if folding one into it does not change the layer's
+norm or linear that computes this tensor can absorb the set's smoothing scale if that does not change the layer's
 output. Each kind of layer is examined once, with random float32 weights. So memory holds few layers, and the result
-does not depend on the weights of the layers. Code that comes with a checkpoint is never run.
+does not depend on the checkpoint's weights. Code that comes with a checkpoint is never run.
 """
 
 import copy
@@ -45,8 +45,8 @@ class Discovery:
 
     Args:
         name: class of the model.
-        family: names of the model's parts, and the sets of each layer.
-        surveys: structure of each kind of layer.
+        family: names of the model's parts, and the sets of linears of each layer.
+        surveys: structure of each kind of layer; layers are of one kind if they have the same modules and settings.
         kinds: for each layer, the index of its kind in `surveys`.
         obstacle: reason why the layers cannot run one after another and so cannot be calibrated; empty if they can.
     """
@@ -76,7 +76,7 @@ class Discovery:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return all facts as plain data, for the manifest."""
+        """Return the structure as plain data, for the manifest."""
         names = ("backbone", "layers", "embedding", "final_norm", "head", "stored_prefix", "stored_head", "transposed")
         experts = self.family.experts
         return {
@@ -90,7 +90,7 @@ class Discovery:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the facts that affect the result of a compression."""
+        """Return the part of the structure that affects the result of a compression, as plain data."""
         kept = {key: value for key, value in self.record.items() if key in ("modules", "experts", "kind_of_layer")}
         return {**kept, "sets": [[asdict(group) for group in item.sets] for item in self.surveys]}
 
@@ -126,8 +126,8 @@ def discover(reader: CheckpointReader) -> Discovery:
 
 
 def _without_shared(skeleton: Skeleton, index: int, sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
-    """Return the sets of a layer without linears that share weights with other layers, which stay unquantized. A set
-    with a shared module gets no source.
+    """Return the sets of a layer without those linears that share weights with other layers; these stay unquantized. If
+    any module of a set shares weights with other layers, the set gets no source.
     """
     kept: list[LinearSet] = []
     for group in sets:
@@ -363,8 +363,8 @@ def _stored_prefix(reader: CheckpointReader, own: str, local: str, layers: nn.Mo
 
 
 def _stored_head(reader: CheckpointReader, head: str) -> str | None:
-    """Return the head's name in the files; None if this is its name in the model, or if the files hold no head, because
-    it is tied to the embedding.
+    """Return the name of the output head in the files if it differs from its name in the model; otherwise None. Also
+    return None if the files hold no head, because it is tied to the embedding.
     """
     if f"{head}.weight" in reader:
         return None

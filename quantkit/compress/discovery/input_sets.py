@@ -127,7 +127,7 @@ class Gates:
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """Linears that read the same tensor.
+    """A set of linears that read the same tensor, before its source is known.
 
     Args:
         linears: relative names in execution order.
@@ -153,7 +153,8 @@ def template(name: str) -> str:
 
 
 def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Draft], dict[str, str]]:
-    """Return sets of linears in execution order, and for each ignored linear the reason, keyed by its name.
+    """Return the sets of linears that read the same tensor, in execution order. Also return which linears must stay
+    unquantized: the reason, keyed by the linear's name.
 
     Args:
         block: the layer.
@@ -200,9 +201,9 @@ def _ignored(name: str, module: nn.Linear, seen: Recording, gates: Gates) -> str
 
 
 def _whole_input(seen: Recording, name: str, called: Iterable[str], rows: Tensor) -> Tensor:
-    """Return the tensor of which an expert's linear reads some rows. It is the input of a module before the experts,
-    and contains all rows that any expert reads; if several modules have such an input, the last one's is returned.
-    Return `rows` if no module has one, or if the linear is in no expert.
+    """Return the tensor from which an expert's linear reads some rows: the input of the last module before the experts
+    whose input contains all rows that any expert reads. If there is no such module, or if the linear is in no expert,
+    return `rows`, the linear's recorded input.
     """
     alike = [other for other in called if template(other) == template(name)]
     if len(alike) < 2:
@@ -250,7 +251,7 @@ def expert(name: str) -> str:
 
 
 def _readers(block: nn.Module, seen: Recording, rows: Tensor) -> list[str]:
-    """Return the modules with a weight (N, K) of their own that read these rows."""
+    """Return the names of the modules that have a weight (N, K) and read exactly these rows."""
     weights = {name: module._parameters.get("weight") for name, module in block.named_modules()}
     return [
         name

@@ -52,7 +52,7 @@ class Survey:
         ignored: linears that must stay unquantized, and why.
         pairs: number of smoothing pairs that were tried: one per set that has a candidate for its source. Sets of the
             same linears in different experts count as one.
-        dropped: one phrase for each pair that failed.
+        dropped: for each pair that failed, a phrase that says why.
         touches_weights: whether the layer's own code reads weights of linears.
     """
 
@@ -80,8 +80,10 @@ class FoldTrial:
     expected: dict[float, list[Tensor]] = field(default_factory=dict)
 
     def change(self, groups: Sequence[LinearSet]) -> float:
-        """Return the largest relative change of the layer's output when scales are folded into all sets at once.
+        """Return the largest relative change of the layer's output when scales are folded into all `groups` at once.
 
+        Args:
+            groups: sets of linears, with the sources to test.
         Raises:
             ModelError: the layer's output is not finite, neither with its own weights nor with larger ones.
         """
@@ -107,7 +109,7 @@ class FoldTrial:
 def survey(
     block: nn.Module, run: Callable[[], Sequence[Tensor]], hidden: Tensor, *, head_dim: int, gates: Gates
 ) -> Survey:
-    """Find the sets of a layer, and test which modules can absorb their smoothing scales.
+    """Find the sets of linears in a layer, and test which modules can absorb the sets' smoothing scales.
 
     Args:
         block: the layer with float32 weights; modified during the call and then restored.
@@ -227,7 +229,7 @@ def _same_expert(name: str, first: str, other: str) -> str:
 
 
 def source_candidates(block: nn.Module, seen: Recording, draft: Draft, head_dim: int) -> list[tuple[str, bool]]:
-    """Return the modules that may have computed the input of a set, the likeliest first.
+    """Return the modules that may have computed the input of a set of linears, the likeliest first.
 
     Args:
         block: the layer.

@@ -32,8 +32,8 @@ def find_experts(
         names: names of the checkpoint's tensors.
         prefix: prefix of the layers' tensors in these names, up to a layer's number.
         layers: the list of layers, on the meta device.
-        loaded: given the name of a stacked tensor, returns the names that loaders expect for the parts of it that are
-            linears of one expert.
+        loaded: function from the name of a stacked tensor to the names that loaders expect for the linears of one
+            expert in it.
     Raises:
         ModelError: the experts cannot be split.
     """
@@ -83,7 +83,7 @@ def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
         (hidden, wide), (width, other) = (up[1:], down[1:]) if transposed else (up[:0:-1], down[:0:-1])
         if wide == 2 * width and other == hidden and _same(name, fused, option, hidden):
             return option
-    raise ModelError(f"experts {name} are 3-D tensors that cannot be taken apart into gate, up and down")
+    raise ModelError(f"the 3-D tensors of experts {name} cannot be split into gate, up and down projections")
 
 
 def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:

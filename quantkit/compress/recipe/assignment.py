@@ -1,4 +1,4 @@
-"""Apply a recipe to a model: find the scheme of each linear, or why the recipe cannot be used.
+"""Apply a recipe to a model: find the scheme of each linear, or the reason why the recipe cannot be used.
 
 `quantize` and `plan` use this module.
 """
@@ -29,7 +29,7 @@ class Assigned(NamedTuple):
     """Schemes of a model's linears.
 
     Args:
-        schemes: schemes of each layer.
+        schemes: for each layer, the scheme of each linear.
         warnings: warnings, one sentence each.
         dequantize: whether loaders must dequantize the weights; see `Family.decode_at_load`.
     """
@@ -43,7 +43,7 @@ Leave = Callable[[Sequence[Schemes]], Assigned]
 
 
 def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> list[Schemes]:
-    """Return the scheme of each linear according to the recipe, with group sizes lowered to divide the inputs.
+    """Return the scheme that the recipe gives each linear, with group sizes lowered until they divide its inputs.
 
     Args:
         recipe: the recipe.
@@ -51,7 +51,8 @@ def assign(recipe: Recipe, layers: Sequence[LayerLinears], stored: Stored) -> li
         stored: function from a linear's full name to the scheme of its codes in the source; None = the source has no
             codes of the linear.
     Raises:
-        RecipeError: a linear must keep codes, but the source has none.
+        RecipeError: a linear must keep the source's codes, but the source has none, or the recipe asks for a scheme
+            that cannot hold them.
     """
     towers = _tower_scheme(recipe, layers)
     heads = replace(towers, default=recipe.mtp)
@@ -73,7 +74,7 @@ def _fitted(
 ) -> Schemes:
     """Return the schemes of a layer with group sizes lowered so that they divide the number of inputs of each linear.
 
-    All experts with one weight scheme get the same size.
+    All experts that have the same weight scheme in the recipe get the same group size.
     """
     experts: dict[WeightScheme, int] = {}  # greatest common divisor of the experts' numbers of inputs
     for name, scheme in schemes.items():
@@ -109,8 +110,8 @@ def _names(layers: Sequence[LayerLinears], *, beside: bool) -> list[str]:
 
 
 def _tower_scheme(recipe: Recipe, layers: Sequence[LayerLinears]) -> Scheme:
-    """Return the part of a recipe that applies to towers: ignore patterns, and rules that match nothing in the decoder
-    layers.
+    """Return the rules of a recipe that apply to vision and audio towers: ignore patterns, and rules that match no
+    linear of the decoder layers.
     """
     if not any(layer.beside for layer in layers):
         return Scheme(default=None)
@@ -124,7 +125,8 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
     scheme = stored(name)
     if scheme is None:
         raise RecipeError(
-            f"{name}: keep: source matches this linear, but the source stores it unquantized; use a narrower pattern"
+            f"an override with 'keep: source' matches {name}, but the source stores this linear unquantized; use a "
+            "narrower pattern"
         )
     asked = recipe.scheme.find(name)
     if asked is None or asked.weight == scheme.weight:
@@ -132,7 +134,7 @@ def _scheme_of(recipe: Recipe, name: str, stored: Stored) -> LinearScheme | None
     if not has_two_levels(scheme.weight, asked.weight):
         raise RecipeError(
             f"{name} is {scheme.describe()} in the source; its codes cannot be kept as {asked.weight.describe()} (only "
-            "mxfp4 can be kept as nvfp4). Remove 'weights' from this override"
+            "mxfp4 can be kept as nvfp4). Remove 'weights' from the override that matches this linear"
         )
     return asked
 
@@ -141,17 +143,19 @@ def fit(
     recipe: Recipe, family: Family, layers: Sequence[LayerLinears], stored: Stored, leave: Leave = Assigned,
     *, unlisted: bool = False, engine: str | None = None, hidden_size: int | None = None,
 ) -> tuple[Recipe, Assigned]:  # fmt: skip
-    """Apply a recipe to a model and check it.
+    """Apply a recipe to a model, and check that the format and the engine support the result.
 
     Args:
-        recipe: the recipe; `symmetric: auto` means zero points if format and engine can read them for this model.
+        recipe: the recipe; `symmetric: auto` means zero points if the format and the engine support them for this
+            model.
         family: family of the model.
         layers: layers of the model.
         stored: see `assign`.
-        leave: function that removes the schemes of linears that loaders could not read, and adds a warning.
+        leave: function that, given the schemes of each layer, removes those of linears that loaders could not read, and
+            adds a warning.
         unlisted: see `conflicts`.
-        engine: engine that must read the result, such as `vllm:h100`. None = no particular engine; quantkit then makes
-            the choices that the recipe leaves open for transformers.
+        engine: engine that must read the result, such as `vllm:h100`. None = no particular engine; choices that the
+            recipe leaves open then suit transformers.
         hidden_size: hidden size of the model, on which kernels of experts depend; None = unknown.
     Returns:
         The recipe with `symmetric: auto`, `samples: auto` and group sizes resolved, and the schemes that it assigns.
@@ -164,12 +168,12 @@ def fit(
     warnings = (*notes, *made.warnings)
     if engine is not None:
         reading = model.reading(chosen, made)
-        said = ", ".join(filter(None, (reading.reads, reading.reason, reading.cache)))
-        text = f"{reading.engine} {reading.release}: {said}"
+        name, why = f"{reading.engine} {reading.release}", ", ".join(filter(None, (reading.reason, reading.cache)))
         if not reading.is_right:
             is_for = "is not known to work in" if reading.reads == UNKNOWN else "does not work in"
-            raise SchemeError(f"the result of recipe {recipe.name!r} {is_for} {text}")
-        warnings = (text, *warnings)
+            hint = "use a different recipe, or leave out the engine"
+            raise SchemeError(f"the result of recipe {recipe.name!r} {is_for} {name} ({why}); {hint}")
+        warnings = (f"{name}: {reading.reads}, {why}", *warnings)
     each = zip(layers, made.schemes, strict=True)
     widths = [layer.shapes[name][1] for layer, of in each for name, scheme in of.items() if scheme is not None]
     return with_samples(chosen, max(widths, default=0)), made._replace(warnings=warnings)
@@ -177,7 +181,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Facts about the model that `fit` needs besides the recipe."""
+    """The arguments of `fit` other than the recipe; see `fit`."""
 
     family: Family
     layers: Sequence[LayerLinears]
@@ -188,11 +192,11 @@ class _Model:
     hidden_size: int | None
 
     def settle_groups(self, recipe: Recipe) -> tuple[Recipe, Assigned]:
-        """Call `settle`; if format or engine do not support several group sizes, use one size for the whole model.
+        """Call `settle`; if the linears get different group sizes, also try one size for the whole model.
 
-        Loaders of compressed-tensors accept zero points only with one size for the whole model. If several sizes and
-        one size are both possible, prefer the result that the requested engine can read, then the one with more linears
-        that have zero points, then several sizes.
+        Loaders of compressed-tensors accept zero points only with one size for the whole model. If both ways are
+        possible, prefer the result that the requested engine can read. If the engine reads both or neither, prefer the
+        result with more linears that have zero points. If these numbers are equal too, keep different sizes.
         """
         alike = uniform_groups(recipe, self.layers, self.stored)
         if alike is recipe:
@@ -215,8 +219,8 @@ class _Model:
         return reads, sum(not scheme.weight.symmetric for of in made.schemes for scheme in of.values() if scheme)
 
     def settle(self, recipe: Recipe) -> tuple[Recipe, Assigned]:
-        """Resolve `symmetric: auto` without regard to group sizes: use zero points unless the format or the engine
-        cannot read them.
+        """Replace `symmetric: auto` by true or false, without changing group sizes. Use zero points (false) unless the
+        format or the engine cannot read them.
         """
         first, other = settled(recipe, symmetric=False), settled(recipe, symmetric=True)
         if first is recipe:
@@ -238,7 +242,7 @@ class _Model:
             again = self.checked(other)
             read = is_right is False and self.reading(other, again).is_right
             if read or count_linears(again.schemes) > count_linears(made.schemes):
-                text = f"symmetric: auto gives these weights no zero points: {reason}"
+                text = f"symmetric: auto gives the weights no zero points: {reason}"
                 return other, again._replace(warnings=(text, *again.warnings))
         if not made.schemes:
             raise failure
@@ -265,7 +269,7 @@ class _Model:
 def stored_model(
     recipe: Recipe, family: Family, layers: Sequence[LayerLinears], assigned: Sequence[Schemes], hidden_size: int | None
 ) -> StoredModel:
-    """Describe the checkpoint that a recipe will write, for the rules of engines.
+    """Describe the checkpoint that a recipe will write, so that `engine_rules` can tell which engines read it.
 
     Args:
         recipe: the recipe.
@@ -297,7 +301,7 @@ def conflicts(
 ) -> Iterator[InputError]:
     """Yield the reasons why a recipe cannot be used on a model.
 
-    Such reasons are patterns that match nothing, fused linears with different schemes, and unsupported schemes.
+    Reasons are patterns that match no linear, fused linears with different schemes, and unsupported schemes.
 
     Args:
         recipe: the recipe.
@@ -310,11 +314,14 @@ def conflicts(
     for rule in () if unlisted else recipe.scheme.unmatched(names):
         if towers and rule not in elsewhere:
             if rule.keep:
-                yield RecipeError(f"pattern {rule.pattern!r}: only linears of decoder layers can keep their codes")
+                yield RecipeError(
+                    f"pattern {rule.pattern!r} matches only linears outside the decoder layers, whose codes cannot be "
+                    "kept; remove this override with 'keep: source'"
+                )
             continue
         also = f" or {towers[0]!r}" if towers else ""
         yield RecipeError(
-            f"pattern {rule.pattern!r} matches no linear of this model; names look like {names[0]!r}{also}"
+            f"pattern {rule.pattern!r} matches no linear of this model; correct it: names look like {names[0]!r}{also}"
         )
     yield from _without_inputs(layers, assigned)
     count = sum(not layer.beside for layer in layers)
@@ -322,7 +329,7 @@ def conflicts(
     if unknown:
         yield RecipeError(f"kv_cache.layers: there is no layer {unknown[0]}; this model has layers 0 to {count - 1}")
     if recipe.kv_cache is None and not any(scheme for schemes in assigned for scheme in schemes.values()):
-        yield RecipeError(f"recipe {recipe.name!r} quantizes no linear; remove patterns from ignore")
+        yield RecipeError(f"recipe {recipe.name!r} quantizes no linear of this model; remove patterns from ignore")
     for layer, schemes in zip(layers, assigned, strict=True) if FORMATS.load(recipe.format).fuses else ():
         for conflict in fused_conflicts(layer.sets, schemes):
             hint = "widen the pattern in overrides or ignore to cover all of them"
@@ -343,11 +350,12 @@ def conflicts(
     other = next((name for name, step in recipe.steps.items() if not step.fits_blocks), None)
     ggml = next((scheme.weight for scheme, _ in alike if scheme.weight.dtype.block is not None), None)
     if other is not None and ggml is not None:
-        yield SchemeError(f"step {other} cannot choose the scales of {ggml.describe()} blocks; use gptq or awq")
+        yield SchemeError(f"step {other} cannot choose the scales of {ggml.describe()} blocks; use gptq or awq instead")
     if not format_.holds_group_index and reorders_groups(recipe.steps.values()):
         yield SchemeError(
             f"format {recipe.format!r} cannot store groups in activation order: "
-            f"set steps.gptq.act_order=weight, or format to one of {writable(lambda other: other.holds_group_index)}"
+            "set steps.gptq.act_order=weight, or set format to one of "
+            f"{writable(lambda other: other.holds_group_index)}"
         )
 
 

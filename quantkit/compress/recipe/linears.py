@@ -12,11 +12,16 @@ Schemes = dict[str, LinearScheme | None]
 
 
 class LayerLinears(NamedTuple):
-    """A layer's full name, its quantizable linears with their shapes (N, K), and which of them are fused.
+    """Linears that a recipe may quantize in one module: a decoder layer, a module of a tower, or an MTP head's layer.
 
-    `beside` = True for a module of a vision or audio tower instead of a decoder layer. Such a module is quantized only
-    by rules whose patterns match nothing in the decoder layers. `is_head` = True for the decoder layer of an MTP head;
-    `beside` is then True too, and linears that no rule matches get the recipe's `mtp`.
+    Args:
+        name: full name of the module.
+        shapes: shape (N, K) of each linear, keyed by name relative to the module.
+        sets: linears that read the same tensor; engines fuse some of them.
+        beside: whether the module is outside the decoder layers: in a vision or audio tower or an MTP head. Its linears
+            are quantized only by rules whose patterns match nothing in the decoder layers.
+        is_head: whether the module is the decoder layer of an MTP head. If so, `beside` is also True, and linears that
+            no rule matches get the recipe's `mtp`.
     """
 
     name: str
@@ -60,8 +65,10 @@ def group_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequenc
 
 
 def fallback_notes(asked: Recipe, layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> tuple[str, ...]:
-    """Return one sentence for each pair of a requested ggml type and the type that some linears get instead, because
-    their number of inputs is not a multiple of the requested type's block size. For the arguments, see `group_notes`.
+    """Return one sentence for each ggml type that some linears get instead of the type that the recipe asks for.
+
+    A linear gets a different type if its number of inputs is not a multiple of the requested type's block size. For the
+    arguments, see `group_notes`.
     """
     others: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for name, width, rule, given in _asked_and_given(asked, layers, assigned):

@@ -36,7 +36,7 @@ class Recipe:
         description: what the recipe does, when to use it, what it costs.
         gates: quality thresholds that `verify` checks, e.g. `recovery>=98.9`; they do not affect the checkpoint.
         measured: KL that a search measured, and the text that it used; None = no search wrote the recipe.
-        scheme: scheme of each linear. `symmetric: auto` means zero points here, until `settled` resolves it.
+        scheme: scheme of each linear. `symmetric: auto` means zero points here, until `settled` replaces it.
         kv_cache: number types of keys and values; None = the recipe does not set them.
         mtp: scheme of the linears in the decoder layers of MTP heads, which are rounded to nearest; None = kept as in
             the source.
@@ -45,8 +45,8 @@ class Recipe:
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
         format: on-disk format.
         embedding: type of the embedding and the head in a GGUF file; None = as in the source.
-        imatrix: file with an importance matrix as in llama.cpp, which holds the mean square of each input. The input's
-            squared rounding errors are multiplied by it. None = all inputs count equally.
+        imatrix: path of an importance matrix of llama.cpp: the mean square of each input of each linear, which weights
+            the input's squared rounding errors. None = all inputs count equally.
         seed: seed of all random choices.
         source: the recipe as plain data with every default filled in, without description, gates and `measured`.
             Recipes with equal sources give equal checkpoints. `build` makes this recipe again from its source.
@@ -70,7 +70,7 @@ class Recipe:
 
     @property
     def has_images(self) -> bool:
-        """Whether samples have images; each such sample goes through the layers with additional tensors."""
+        """Whether calibration samples have images; such samples pass additional tensors to the layers."""
         return self.calibration is not None and self.calibration.images is not None
 
     @property
@@ -141,7 +141,8 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         if document.imatrix and reads_data:
             raise RecipeError(
-                "imatrix: cannot be combined with steps or a kv_cache that need data; remove these, or remove imatrix"
+                "imatrix: cannot be combined with steps or a KV cache that need calibration data; remove imatrix, or "
+                "remove steps and kv_cache"
             )
         calibration = _calibration(document, steps, reads_data or (activation is not None and activation.is_calibrated))
         source["calibration"] = None if calibration is None else calibration.plain
@@ -167,8 +168,8 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
 
 
 def settled(recipe: Recipe, *, symmetric: bool) -> Recipe:
-    """Return the recipe with `symmetric: auto` replaced by the argument, or by true if the weights cannot have zero
-    points. Return the same object if the recipe does not use `auto`.
+    """Return the recipe with `symmetric: auto` replaced by the argument `symmetric`, or by true if the weights cannot
+    have zero points. Return the same object if the recipe does not use `auto`.
     """
     parts = [recipe.source, *recipe.source["overrides"]]
     if not any(part.get("weights", {}).get("symmetric") == "auto" for part in parts):
@@ -212,7 +213,7 @@ def with_samples(recipe: Recipe, num_inputs: int) -> Recipe:
 
 
 def check(path: str | Path) -> list[str]:
-    """Read a recipe and return remarks about settings that are valid but probably a mistake.
+    """Read a recipe and return remarks about settings that are valid but probably mistakes.
 
     Args:
         path: name of a shipped recipe, or a file.
@@ -225,7 +226,9 @@ def check(path: str | Path) -> list[str]:
     names, scheme, remarks = tuple(recipe.steps), recipe.scheme.default, []
     helps = next((name for name, step in recipe.steps.items() if step.is_for_activations), None)
     if helps is not None and scheme is not None and scheme.activation is None:
-        remarks.append(f"{helps} makes activations easier to quantize, but 'activations' is not set")
+        remarks.append(
+            f"{helps} makes activations easier to quantize, but 'activations' is not set; set it, or remove {helps}"
+        )
     first = next((name for name, step in recipe.steps.items() if step.fixes_codes), None)
     if first is not None and names[-1] != first:
         late = ", ".join(names[names.index(first) + 1 :])
@@ -254,8 +257,8 @@ def _locate(name: str) -> Path:
 
 
 def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that affects the result as plain data, with defaults; None for sections that
-    the recipe lacks.
+    """Return all settings that affect the checkpoint, as plain data with every default filled in; None for each section
+    that the recipe lacks.
     """
     with as_recipe_error("format"):
         format_ = FORMATS.find(document.format)
@@ -281,7 +284,7 @@ def _mtp_scheme(source: Mapping[str, Any]) -> LinearScheme | None:
     """Return the scheme of MTP heads.
 
     Raises:
-        RecipeError: the format cannot store this scheme beside that of the layers, or heads cannot have this scheme.
+        RecipeError: the format cannot store MTP heads in a separate scheme, or heads cannot have this scheme.
     """
     fields, format_ = source["mtp"], source["format"]
     if fields is None:
@@ -294,7 +297,7 @@ def _mtp_scheme(source: Mapping[str, Any]) -> LinearScheme | None:
     scheme = schemes.weight_scheme(fields, "mtp")
     if scheme.has_tensor_scale or fields["symmetric"] == "auto":
         raise RecipeError(
-            f"mtp: heads need scales per channel, group or block, and symmetric: true or false, found "
+            f"mtp: MTP heads need a scale per channel, group or block, and 'symmetric' must be true or false, found "
             f"{scheme.describe()}; use int8"
         )
     return LinearScheme(weight=scheme)
@@ -314,7 +317,7 @@ def _embedding(name: str | None, format_: str) -> str | None:
 
 
 def _completed(document: Document, override: Override, index: int) -> dict[str, Any]:
-    """Return one override as plain data; fields that its `weights` lack come from the recipe's `weights`."""
+    """Return one override as plain data; fields missing in its `weights` are taken from the recipe's `weights`."""
     modules = list(override.modules)
     if not modules:
         raise RecipeError(f"overrides[{index}].modules: the list is empty; name at least one pattern")

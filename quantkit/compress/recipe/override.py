@@ -81,7 +81,7 @@ def _refusal(data: Mapping[str, Any], path: str, valid: list[str]) -> str:
     if first == "overrides" and rest:
         return f"override {path!r}: the list 'overrides' can only be replaced as a whole; edit a copy of the recipe"
     if first == "steps" and rest and rest[0] not in _names(data):
-        return f"override {path!r}: the recipe has no step {rest[0]!r}; it has: {', '.join(_names(data)) or 'none'}"
+        return f"override {path!r}: the recipe has no step {rest[0]!r}; its steps: {', '.join(_names(data)) or 'none'}"
     parent = path.rpartition(".")[0]
     family = [name for name in valid if name.rpartition(".")[0] == parent] or list(Document.model_fields)
     return f"override {path!r}: no such field{suggestion(path, valid)}; valid fields: {', '.join(family)}"

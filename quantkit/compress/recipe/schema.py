@@ -142,7 +142,7 @@ class GroupSizeSection(RecipeSection):
 
 
 class WeightsSection(RecipeSection):
-    """The section `weights:`."""
+    """The section `weights:` of a recipe: number type, granularity and zero points of the weights."""
 
     dtype: DTypeName
     group_size: GroupSize = "auto"
@@ -161,7 +161,7 @@ def _mtp(value: Any) -> "WeightsSection | None":
 
 
 class WeightChanges(RecipeSection):
-    """The section `weights:` of an override; None = use the field of the recipe's own `weights:`."""
+    """The section `weights:` of an override; fields that are None are taken from the recipe's own `weights:`."""
 
     dtype: DTypeName | None = None
     group_size: GroupSize | None = None
@@ -170,7 +170,7 @@ class WeightChanges(RecipeSection):
 
 
 class ActivationsSection(RecipeSection):
-    """The section `activations:`."""
+    """The section `activations:` of a recipe: how the inputs of linears are quantized."""
 
     dtype: DTypeName
     dynamic: bool = True
@@ -182,15 +182,17 @@ Granularity = Literal["tensor", "head", "token", "channel"]
 
 
 class CacheSide(RecipeSection):
-    """`keys:` or `values:` of `kv_cache:`. None = use the field of `kv_cache:` itself, or else the type's default."""
+    """`keys:` or `values:` of `kv_cache:`. Fields that are None are taken from `kv_cache:` itself; if `granularity` is
+    None there too, the default of the number type applies.
+    """
 
     dtype: DTypeName | None = None
     granularity: Granularity | None = None
 
 
 class CacheLayers(RecipeSection):
-    """One entry of `layers:` of `kv_cache:`: a different type of keys, of values or of both in some layers. A side that
-    is not given is as in `kv_cache:` itself. With `skip: true`, these layers are not quantized.
+    """One entry of `kv_cache.layers`: different number types of keys, values or both in some layers. Keys or values
+    that the entry omits are as in `kv_cache:` itself. With `skip: true`, the cache of these layers is not quantized.
     """
 
     numbers: LayerNumbers
@@ -206,7 +208,7 @@ class CacheLayers(RecipeSection):
 
 
 class KVCacheSection(RecipeSection):
-    """The section `kv_cache:`."""
+    """The section `kv_cache:` of a recipe: how keys and values are quantized."""
 
     dtype: DTypeName
     granularity: Granularity | None = None
@@ -220,7 +222,9 @@ class KVCacheSection(RecipeSection):
 
 
 class Override(RecipeSection):
-    """One entry of `overrides:`. It changes `weights`, skips quantization or keeps the source's codes."""
+    """One entry of `overrides:`. For the linears that match `modules`, it changes `weights`, skips quantization or
+    keeps the source's codes.
+    """
 
     modules: Patterns
     weights: WeightChanges | None = None
@@ -243,7 +247,7 @@ class CalibrationSection(RecipeSection):
         samples: number of sequences, or "auto"; see `enough_samples`.
         sequence_length: tokens per sequence.
         field: key of the text in a .jsonl line or a hub row.
-        split: split of a hub data set.
+        split: name of the split of a hub data set.
         images: "bundled", a folder of image files, or a .jsonl file with images; for multimodal models.
         experts: whether statistics of experts use "all" tokens, or only those "routed" to each expert.
         inputs: what a layer is calibrated on: outputs of the earlier layers in the "quantized" or the "original" model.
@@ -260,7 +264,7 @@ class CalibrationSection(RecipeSection):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return the section as plain data; omit `inputs: quantized`, so that older recipes keep their identity."""
+        """Return the section as plain data; omit the default of `inputs`, which older recipes do not have."""
         return self.model_dump(exclude=None if self.inputs == "original" else {"inputs"})
 
     @property

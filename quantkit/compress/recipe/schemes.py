@@ -29,7 +29,7 @@ def weight_fields(weights: schema.WeightsSection) -> dict[str, Any]:
 
 
 def changed_weights(weights: schema.WeightsSection, changes: schema.WeightChanges) -> dict[str, Any]:
-    """Return the `weights` of an override as plain data. Fields that it lacks come from the recipe's `weights`.
+    """Return the `weights` of an override as plain data. Fields that are missing are taken from the recipe's `weights`.
 
     Args:
         weights: section `weights` of the recipe.
@@ -51,7 +51,7 @@ def activation_fields(activations: schema.ActivationsSection) -> dict[str, Any]:
 
 
 def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
-    """Return the scheme of a weight.
+    """Convert the plain data of a `weights` section to a scheme.
 
     Args:
         fields: plain data from `weight_fields` or `changed_weights`.
@@ -79,7 +79,7 @@ def weight_scheme(fields: dict[str, Any], path: str) -> WeightScheme:
 
 
 def activation_scheme(fields: dict[str, Any]) -> ActivationScheme:
-    """Return the scheme of activations.
+    """Convert the plain data of the section `activations` to a scheme.
 
     Args:
         fields: plain data from `activation_fields`.
@@ -112,7 +112,7 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
         with as_recipe_error(f"kv_cache.layers[{index}]"):
             given = KVScheme() if entry.skip else _cache_scheme(_changed_cache(section, entry))
             if given.key.is_fixed or scheme.key.is_fixed:
-                raise RecipeError("layers cannot differ if scales are fixed; set kv_cache.granularity=token")
+                raise RecipeError("scales are fixed, so all layers need one type; set kv_cache.granularity=token")
             if twice := [number for number in entry.numbers if number in layers]:
                 raise RecipeError(f"layer {twice[0]} has two entries; remove one")
         layers |= dict.fromkeys(entry.numbers, given)
@@ -147,12 +147,12 @@ def _cache_scheme(section: schema.KVCacheSection) -> KVScheme:
 
 
 def _changed_cache(section: schema.KVCacheSection, entry: schema.CacheLayers) -> schema.KVCacheSection:
-    """Return the section with an entry's keys and values in place of its own."""
+    """Return `section` with its keys and values replaced by those that `entry` gives."""
     sides = {}
     for name in ("keys", "values"):
         own, given = getattr(section, name), getattr(entry, name)
         if given is not None:
-            # Each type has its own default, so only an entry without a type keeps the section's granularity.
+            # Each type has its own default granularity, so only an entry without a type keeps the section's.
             kept = own.granularity if given.dtype is None else None
             sides[name] = schema.CacheSide(dtype=given.dtype or own.dtype, granularity=given.granularity or kept)
     return section.model_copy(update=sides)
@@ -183,7 +183,7 @@ def _layer_fields(entry: schema.CacheLayers, scheme: KVScheme) -> dict[str, Any]
 
 
 def _sides(scheme: KVScheme) -> dict[str, Any]:
-    """Return number type and granularity of keys and of values as plain data, without a side that is unquantized."""
+    """Return number type and granularity of keys and of values as plain data; a side that is unquantized is omitted."""
     return {name: side for name in ("keys", "values") if (side := scheme_to_dict(scheme)[name]) is not None}
 
 

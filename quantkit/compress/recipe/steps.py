@@ -16,9 +16,9 @@ def build_steps(items: list[Any]) -> dict[str, Step]:
     """Return the steps of a recipe in order, keyed by name, with every option filled in.
 
     Args:
-        items: entries of the file: a name, or a name with its options.
+        items: entries of `steps:`; each is the name of a step, or a mapping from the name to its options.
     Raises:
-        RecipeError: a step or option is unknown, has the wrong type, or a step is given twice.
+        RecipeError: a step or option is unknown, an option has the wrong type, or a step is given twice.
     """
     steps: dict[str, Step] = {}
     for position, item in enumerate(items):
@@ -36,13 +36,13 @@ def build_steps(items: list[Any]) -> dict[str, Step]:
 
 
 def step_name(item: Any) -> str | None:
-    """Return the name of one entry of `steps:`, normalized; None if the entry has no valid name."""
+    """Return the name of one entry of `steps:`, with hyphens for underscores; None if it has no valid name."""
     name = next(iter(item), None) if isinstance(item, dict) and len(item) == 1 else item
     return name.replace("_", "-") if isinstance(name, str) else None
 
 
 def step_options(item: Any) -> Any:
-    """Return the options of one entry of `steps:`."""
+    """Return the options of one entry of `steps:`; empty if it has none."""
     given = next(iter(item.values())) if isinstance(item, dict) else None
     return {} if given is None else given
 

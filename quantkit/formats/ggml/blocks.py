@@ -67,7 +67,7 @@ def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tenso
         data: all bytes of the tensor, uint8.
         shape: shape of the result.
     Raises:
-        CheckpointError: this type cannot be decoded.
+        CheckpointError: blocks of this type cannot be decoded.
     """
     if block in PLAIN:
         return data.view(PLAIN[block]).view(*shape)
@@ -78,7 +78,10 @@ def dequantize_blocks(block: Block, data: Tensor, shape: Sequence[int]) -> Tenso
         with np.errstate(all="ignore"):
             values = gguf.dequantize(data.reshape(-1, gguf.GGML_QUANT_SIZES[block][1]).numpy(), block)
     except NotImplementedError:
-        raise CheckpointError(f"GGUF type {block.name} is not supported") from None
+        raise CheckpointError(
+            f"a tensor of the file has the GGUF type {block.name}, which is not supported; use a file of another type, "
+            "such as Q4_K_M or Q8_0"
+        ) from None
     return torch.from_numpy(values).view(*shape)
 
 
@@ -92,10 +95,13 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         block: the type chosen.
         data: (N, bytes per row) uint8.
     Raises:
-        SchemeError: float16 cannot represent a scale exactly, or groups are in activation order.
+        SchemeError: a scale is not a float16 number, or groups are in activation order.
     """
     if weight.group_index is not None:
-        raise SchemeError("gguf cannot store groups in activation order; set steps.gptq.act_order=weight")
+        raise SchemeError(
+            "the groups of this weight are in activation order, which a GGUF file cannot store; set "
+            "steps.gptq.act_order=weight"
+        )
     block, rows, dtype = Block[symmetric_block], weight.shape[0], weight.scheme.dtype
     if dtype.block is not None:
         assert weight.block_scale is not None, f"{dtype.name} without the scales of its blocks"
@@ -130,11 +136,18 @@ def _per_block(parameters: Tensor, weight: QuantizedTensor, block: Block) -> Ten
 
 
 def _exact_half(scale: Tensor) -> Tensor:
+    """Convert scales to float16, in which GGUF blocks store them.
+
+    Raises:
+        SchemeError: a scale is not a float16 number.
+    """
     half = scale.to(torch.float16)
     # Compared in float64, which holds every value of both types.
-    if not torch.equal(half.to(torch.float64), scale.to(torch.float64)) or not bool(torch.isfinite(half).all()):
+    lost = (half.to(torch.float64) != scale.to(torch.float64)) | ~torch.isfinite(half)
+    if bool(lost.any()):
+        value = float(scale[lost][0])
         raise SchemeError(
-            "gguf stores scales in float16, which cannot represent all scales of this weight exactly; quantize the "
-            "original model with --format gguf instead of converting"
+            f"scale {value:.9g} of this weight is not a float16 number, and GGUF files store scales in float16; to "
+            "convert, quantize the original model with --format gguf instead; to quantize, add this linear to ignore"
         )
     return half

@@ -1,4 +1,4 @@
-"""Decode GGUF blocks to codes with scales, for kernels; `blocks.encode_blocks` or ggml's tools wrote the blocks.
+"""Decode the blocks of GGUF files, written by quantkit or other tools, to codes and scales for quantkit's kernels.
 
 The scales of a super-block's sub-blocks are expanded to float32, which is exact. Types with minimums (value = scale *
 code - minimum) get the zero point minimum / scale, which is not rounded. So their values may differ from ggml's in the
@@ -111,7 +111,9 @@ def _fields(data: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
 
 
 def _simple(offset: int, *, minimum: bool = False, fifth: bool = False) -> Callable[[Tensor], Parts]:
-    """Return a reader of blocks of 32 values: a scale, optionally a minimum and fifth bits, and nibbles at `offset`."""
+    """Return a function that reads blocks of 32 values. Such a block holds a scale, optionally a minimum and the fifth
+    bits of codes, and at byte `offset` the low four bits of codes.
+    """
 
     def read(blocks: Tensor) -> Parts:
         codes = _fields(blocks[:, offset:], 16, NIBBLES)

@@ -141,12 +141,18 @@ def write_gguf_file(
     writer = gguf.GGUFWriter(path, str(entries.pop("general.architecture")))
     for key, value in entries.items():
         if not _fits(value):
-            raise CheckpointError(f"{key}: {shorten(value)} cannot be stored in a GGUF file; correct the model's files")
+            raise CheckpointError(
+                f"{key}: {shorten(value)} cannot be stored in a GGUF file (numbers need 32 bits, text must be valid "
+                "UTF-8, and lists one type); correct the model's files"
+            )
         kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for name, (block, shape) in tensors.items():
         if len(name.encode()) >= _MAX_NAME or len(shape) > _MAX_DIMS:
-            raise CheckpointError(f"tensor {name!r} of shape {tuple(shape)} cannot be stored in a GGUF file")
+            raise CheckpointError(
+                f"tensor {name!r} of shape {tuple(shape)} cannot be stored in a GGUF file, which allows names of "
+                f"{_MAX_NAME - 1} bytes and {_MAX_DIMS} dimensions"
+            )
         # Not uint8, for which the writer would take the shape to be in bytes; the type itself is `raw_dtype`.
         writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes(block, shape), raw_dtype=block)
     try:

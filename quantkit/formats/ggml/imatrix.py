@@ -95,7 +95,9 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:
 def _from_gguf(file: GGUFFile) -> ImportanceMatrix:
     names = [name.removesuffix(_SUM) for name in file.tensors if name.endswith(_SUM)]
     if not names:
-        raise CheckpointError(f"{file.path} has no tensor {'NAME' + _SUM!r}, so it is not an importance matrix")
+        raise CheckpointError(
+            f"{file.path} has no tensor {'NAME' + _SUM!r}, so it is not an importance matrix; give llama-imatrix's file"
+        )
     means, counts = {}, {}
     for name in names:
         total, count = (_matrix(file, f"{name}{suffix}") for suffix in (_SUM, _COUNT))
@@ -134,7 +136,9 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
     def take(size: int) -> bytes:
         nonlocal position
         if not 0 <= size <= len(data) - position:
-            raise CheckpointError(f"{path} is not an importance matrix, or is truncated at byte {position}")
+            raise CheckpointError(
+                f"{path} is not an importance matrix, or is truncated at byte {position}; copy or compute it again"
+            )
         position += size
         return data[position - size : position]
 
@@ -152,7 +156,7 @@ def _read_legacy(path: Path) -> ImportanceMatrix:
             )
         means[name], counts[name] = values.view(1, -1) / calls, torch.tensor([float(calls)])
     if not means:
-        raise CheckpointError(f"{path} is not an importance matrix: it has no entries")
+        raise CheckpointError(f"{path} is not an importance matrix: it has no entries; compute it again")
     source = ""
     if position < len(data):
         number()  # chunks

@@ -1,6 +1,7 @@
-"""Pack ggml's blocks: Q2_K to Q6_K with whole-number scales, and simple blocks, which have one group.
+"""Pack ggml's blocks: Q2_K to Q6_K, whose groups have whole-number scales, and simple blocks, which are one group.
 
-`numerics.super_blocks` describes these scales and minimums, and searches them. Fields are in the order of the file.
+`numerics.super_blocks` describes these scales and minimums, and searches them. Fields are in the order of the file: d
+and dmin are the float16 factors of a block's scales and minimums; in simple blocks, d is the scale.
 
     Q2_K  16 bytes of a 4-bit scale and minimum, 64 of codes, d, dmin
     Q3_K  32 bytes of high bits, 64 of low bits, 12 of 6-bit scales + 32, d
@@ -90,7 +91,7 @@ def _fields(values: Tensor, run: int, shifts: Sequence[int]) -> Tensor:
 
 
 NIBBLES, PAIRS, BITS = (0, 4), (0, 2, 4, 6), tuple(range(8))
-"""Shifts of the fields that share a byte: of four bits each, of two, and of one."""
+"""Bit positions of the fields that share a byte: two fields of four bits, four of two bits, or eight of one bit."""
 
 
 def _half(*values: Tensor | None) -> Tensor:
@@ -112,10 +113,11 @@ def _q3_k(codes: Tensor, blocks: Blocks) -> list[Tensor]:
 
 
 def _six_bits(blocks: Blocks) -> list[Tensor]:
-    """Pack the float16 numbers, then the eight 6-bit scales and eight 6-bit minimums of a block into twelve bytes.
+    """Return the bytes of a block's two float16 numbers, and of its eight 6-bit scales and eight 6-bit minimums.
 
-    Each of the first four scales and minimums has a byte; its two highest bits hold the two highest bits of one of the
-    last four. The low nibbles of the last four scales and minimums share four bytes.
+    Scales and minimums take twelve bytes. Each of the first four scales and minimums has a byte; its two highest bits
+    hold the two highest bits of one of the last four. The low nibbles of the last four scales and minimums share four
+    bytes.
     """
     step, offset, scales, minimums = blocks
     assert minimums is not None
