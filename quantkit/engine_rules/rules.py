@@ -53,7 +53,7 @@ class StoredLinear:
 
     @property
     def groups(self) -> Groups:
-        """Return the group size, or "channel", "block" or "tensor"."""
+        """Return the number of inputs that share a scale, or "channel", "block" or "tensor"."""
         weight = self.scheme.weight
         if weight.block_rows != 1:
             return "tensor" if weight.block_rows is None else "block"
@@ -216,7 +216,7 @@ def engine_names(folder: Path = Path(__file__).parent) -> list[str]:
 
 @functools.cache
 def read_engine(file: Path) -> EngineRelease:
-    """Read an engine's file.
+    """Read the YAML file of an engine.
 
     Raises:
         ReportError: a field is missing, unknown or of the wrong type.
@@ -226,7 +226,7 @@ def read_engine(file: Path) -> EngineRelease:
 
 
 def find_engine(name: str) -> tuple[EngineRelease, int | None]:
-    """Return the engine called `vllm`, or for `vllm:h100` the engine and the capability of that device.
+    """Return the engine that `vllm` or `vllm:h100` names, and the device's compute capability; None without a device.
 
     Raises:
         InputError: there is no such engine or device (the message lists them), or the engine has no rules for the

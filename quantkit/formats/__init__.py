@@ -59,6 +59,6 @@ def recognise(config: Mapping[str, Any], where: str) -> tuple[Format, Scheme] | 
 
 
 def writable(fits: Callable[[Format], bool]) -> str:
-    """Return the names of the formats that a recipe can name and for which `fits` is true, as a list for messages."""
+    """Return the names of the formats that a recipe can name and for which `fits` is true, as text for messages."""
     formats = REGISTRY.all().items()
     return ", ".join(name for name, of in formats if of.is_written and of.is_recipe_format and fits(of))

@@ -156,7 +156,7 @@ def _check_decoded(family: str, schemes: set[LinearScheme]) -> tuple[str, ...]:
 
 
 def _check_experts(schemes: set[LinearScheme], *, loads: bool) -> tuple[str, ...]:
-    """Return a warning if transformers treats experts differently from other linears."""
+    """Return a warning if transformers reads experts differently from other linears, or if their schemes differ."""
     kinds = [[StoredLinear(scheme=scheme, expert=expert) for scheme in schemes] for expert in (True, False)]
     experts, others = (
         judge("transformers", StoredModel(format=NAME, linears=tuple(linears), compressed_experts=loads), CPU)

@@ -60,5 +60,8 @@ def take_one(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """
     value = take(tensors, name, None).reshape(-1)
     if value.numel() != 1:
-        raise CheckpointError(f"tensor {name!r} has {value.numel()} values; expected one for the whole weight")
+        raise CheckpointError(
+            f"tensor {name!r} has {value.numel()} values; expected one for the whole weight; download the "
+            "checkpoint again"
+        )
     return value

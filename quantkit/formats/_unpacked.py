@@ -42,7 +42,9 @@ def decode_microscaling(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> 
     stored = take(tensors, "weight_scale", (codes.shape[0], scheme.num_groups(codes.shape[1])))
     if scheme.dtype.scale == "e8m0":
         if stored.dtype != torch.uint8:
-            raise CheckpointError(f"tensor 'weight_scale' is {stored.dtype}; expected uint8 exponents")
+            raise CheckpointError(
+                f"tensor 'weight_scale' is {stored.dtype}; expected uint8 exponents; download the checkpoint again"
+            )
         return QuantizedTensor(codes=codes, scale=powers_of_two(stored), zero_point=None, scheme=scheme)
     outer = take(tensors, "weight_global_scale", (1,)).float()
     scale = stored.float() / outer

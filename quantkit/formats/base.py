@@ -189,7 +189,9 @@ class Format(ABC):
         decoded = self.decode(tensors, scheme) if self.keeps_codes else weight
         for part in _NUMBERS:
             if not identical(getattr(decoded, part), getattr(weight, part)):
-                raise AuditError(f"{module}: the encoded {part} does not decode to the values that were encoded")
+                raise AuditError(
+                    f"{module}: the encoded {part} does not decode to the original values; report this bug"
+                )
 
     def config(
         self,

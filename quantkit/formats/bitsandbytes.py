@@ -31,8 +31,8 @@ _STATE = "weight.quant_state.bitsandbytes__"
 class BitsAndBytes(Format):
     """The bitsandbytes format.
 
-    Decoded 4-bit codes are the lookup-table values. Groups may be smaller than the stored blocks, so that no group
-    crosses a row.
+    The codes of a decoded 4-bit weight are values of its lookup table. Groups may be smaller than the stored blocks, so
+    that no group crosses a row.
     """
 
     name: ClassVar[str] = "bitsandbytes"
@@ -80,8 +80,8 @@ def _decode_4bit(tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     table = take(tensors, "weight.quant_map", (16,)).float()
     if packed.numel() * 2 != rows * width or width < 1:
         raise CheckpointError(
-            f"tensor 'weight' has {packed.numel()} bytes, which hold {packed.numel() * 2} codes of 4 bits, but its "
-            f"quant_state gives the shape ({rows}, {width}), which has {rows * width} codes"
+            f"tensor 'weight' has {packed.numel() * 2} codes of 4 bits, but its quant_state gives the shape ({rows}, "
+            f"{width}); download the checkpoint again"
         )
     codes = table[torch.stack([packed >> 4, packed & 15], dim=1).long()].view(rows, width)
     # The largest size that divides a row and a block, so that no group crosses the border of either.

@@ -163,7 +163,7 @@ def _has_input_scale(scheme: LinearScheme) -> bool:
 
 
 def _input_name(activation: ActivationScheme) -> str:
-    """Return the name of the tensor that holds the calibrated scale."""
+    """Return the name of the tensor that holds the calibrated scale of the inputs."""
     return "input_global_scale" if activation.dtype.scale == "e4m3" else "input_scale"
 
 
@@ -218,5 +218,5 @@ def _packed_codes(tensors: Mapping[str, Tensor], scheme: WeightScheme) -> Tensor
 
 
 def _half(dtype: DType) -> int:
-    """Return the offset that makes codes unsigned."""
+    """Return the number that is added to codes so that none is negative."""
     return -int(dtype.minimum)

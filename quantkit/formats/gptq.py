@@ -44,7 +44,7 @@ _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", 
 
 
 class GPTQFormat(Format):
-    """GPTQ version 1."""
+    """GPTQ version 1; see the module's docstring for the layout."""
 
     name: ClassVar[str] = "gptq"
     # The name of the version in config.json, and the number that is subtracted from each zero point to store it.

@@ -121,8 +121,8 @@ class MLXFormat(Format):
         zero = (bias.double() / scale.double()).neg_().round_()
         if not torch.equal(zero * scale.double(), -bias.double()) or not _within(zero, bits):
             raise SchemeError(
-                "a bias of this weight is not a whole multiple of its scale; quantkit only reads MLX files that "
-                "quantkit wrote, so use the original model"
+                f"a bias of this weight is not -scale times a whole number from 0 to {(1 << bits) - 1}; quantkit only "
+                "reads MLX files that quantkit wrote, so use the original model"
             )
         return QuantizedTensor(
             codes=unpack_words(words, bits, half, width),  # (N, K)

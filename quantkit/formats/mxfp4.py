@@ -55,7 +55,8 @@ class StackedMXFP4(Format):
         blocks = take(tensors, "blocks", None)
         if blocks.dtype != torch.uint8 or blocks.ndim != 3 or blocks.shape[2] != _BYTES:
             raise CheckpointError(
-                f"tensor 'blocks' is {blocks.dtype} {tuple(blocks.shape)}; expected uint8 (N, G, {_BYTES})"
+                f"tensor 'blocks' is {blocks.dtype} {tuple(blocks.shape)}; expected uint8 (N, G, {_BYTES}); "
+                "download the checkpoint again"
             )
         parts = {"weight_packed": blocks.flatten(1), "weight_scale": take(tensors, "scales", tuple(blocks.shape[:2]))}
         return decode_microscaling(parts, scheme.weight)

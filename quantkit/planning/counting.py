@@ -21,7 +21,7 @@ TOWERS = "only the language model is counted, without vision and audio towers"
 
 
 def from_config(model: ModelDescription, name: str, counted_from: str) -> ModelShape:
-    """Count a model from its config.
+    """Count a model's parameters from its config.
 
     Args:
         model: description from config.json.
@@ -53,7 +53,7 @@ def from_headers(model: ModelDescription, name: str, tensors: Mapping[str, Tenso
     Args:
         model: description from config.json.
         name: name for reports.
-        tensors: tensors of an unquantized checkpoint.
+        tensors: headers of the tensors of an unquantized checkpoint, keyed by name.
     Raises:
         ModelError: the config does not define what the cache holds.
         CheckpointError: the number of layers in the tensors differs from the config.

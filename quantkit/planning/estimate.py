@@ -45,7 +45,7 @@ class WeightRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheRow:
-    """One form of the cache: bytes per token of a short context, and bytes of one sequence of the given context."""
+    """Bytes of the KV cache in one form: per token of a short context, and per sequence of the given context."""
 
     form: KVForm
     per_token: float
@@ -54,7 +54,7 @@ class CacheRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRow:
-    """One pair of a weight scheme and a cache form on the device.
+    """Memory use and least times on the device for one pair of a weight scheme and a cache form.
 
     `form` is None if the cache is unknown. `decode` is None if the device's bandwidth is unknown, and `prefill` is None
     if the device's peak rates are unknown.
@@ -120,10 +120,9 @@ class Estimate:
 
     @cached_property
     def on_device(self) -> tuple[DeviceRow, ...]:
-        """Memory use and best possible speed on the device, for every pair of a weight scheme and a cache form.
+        """Memory use and least times on the device, for every pair of a weight scheme in `_shown` and a cache form.
 
-        If the model's cache is unknown, there is one row for each weight scheme. With many schemes, only the usual ones
-        are listed.
+        If the model's cache is unknown, there is one row for each weight scheme.
         """
         if self.device is None:
             return ()
@@ -152,7 +151,7 @@ class Estimate:
 
     @property
     def compression(self) -> dict[str, int] | None:
-        """Memory needed for compression, by purpose."""
+        """Bytes of memory needed to compress the model with the recipe, keyed by purpose; None without a recipe."""
         recipe = self.recipe
         if recipe is None:
             return None
@@ -208,14 +207,14 @@ def estimate(
     Args:
         model: a directory, a config.json or a hub id; None = the bundled demo model.
         shape_file: YAML or JSON with entries of a config.json, instead of a model.
-        params: `7B` or `30B-A3B`, instead of a model.
+        params: number of parameters, such as `7B` or `30B-A3B`, instead of a model.
         recipe: name of a shipped recipe, or a file; None = compare the usual number types.
         overrides: recipe fields to replace.
         device: see `make_device`; None = sizes only.
         context: tokens per sequence; None = 4096, or the model's limit if that is lower.
         batch: number of sequences.
         prompt: prompt tokens; None = the context.
-        kv_cache: form of the cache; None = compare several.
+        kv_cache: number type of the KV cache; None = compare several.
         head: "int8" or "int4" quantizes the output head at load; None = as stored.
         engine: engine that will read the recipe's result; None = report on every engine.
         kv_budget: maximum number of tokens per sequence that the cache keeps, or a share of the context; None = all.
@@ -298,7 +297,9 @@ def _head(name: str | None, shape: ModelShape) -> memory.WeightForm | None:
         raise InputError(f"unknown head type {name!r}{suggestion(name, HEADS)}; supported: {', '.join(HEADS)}")
     form = HEADS[name]
     if shape.layers and not form.fits(shape.hidden_size):
-        raise InputError(f"head {name}: groups of {form.group_size} do not divide {shape.hidden_size} inputs; use int8")
+        raise InputError(
+            f"head {name}: groups of {form.group_size} do not divide {shape.hidden_size} inputs of the head; use int8"
+        )
     return form
 
 

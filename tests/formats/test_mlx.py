@@ -85,10 +85,10 @@ def test_decoding_returns_codes_and_zero_points(case):
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_biases_that_are_no_multiples_of_scales_are_refused(case, factor):
     scheme, _, stored = case
-    with pytest.raises(SchemeError, match="not whole multiples of its scales"):
+    with pytest.raises(SchemeError, match="not -scale times a whole number"):
         FORMAT.decode({**stored, "biases": stored["biases"] * factor}, scheme)
     beyond = stored["scales"] * -float(1 << scheme.weight.dtype.bits)
-    with pytest.raises(SchemeError, match="not whole multiples of its scales"):
+    with pytest.raises(SchemeError, match="not -scale times a whole number"):
         FORMAT.decode({**stored, "biases": beyond}, scheme)
 
 

@@ -370,7 +370,7 @@ def test_experts_and_layers_beyond_the_config_are_told_apart():
     assert shape.num_parameters - shape.active_parameters == 2 * 2 * 32 * 64
     assert shape.remarks == ("1 further layers in the shards (multi-token prediction) are not counted",)
     del tensors["model.embed_tokens.weight"]
-    with pytest.raises(CheckpointError, match="no token embedding of width 64"):
+    with pytest.raises(CheckpointError, match="hidden size 64, but the shards have no token embedding"):
         from_headers(description_of(config, "x"), "x", tensors)
 
 

@@ -380,7 +380,7 @@ def test_remarks_say_what_a_device_lacks_and_what_windows_assume(tmp_path):
     path.write_text(json.dumps(MODELS["gemma-3-27b"]))
     plan = estimate(path, recipe="fp8-dynamic", device=find_device("a100"))
     assert any("has no fp8 units" in text for text in plan.remarks)
-    assert any("the bundled runtime keeps all tokens, 507,904 B per token" in text for text in plan.remarks)
+    assert any("runtime keeps all tokens, which takes 507,904 B per token" in text for text in plan.remarks)
     assert any("without vision and audio towers" in text for text in plan.remarks)
     assert not estimate(recipe="fp8-dynamic", device=find_device("h100")).remarks
     assert to_document(plan)["remarks"] == list(plan.remarks)

@@ -68,7 +68,7 @@ def write_gguf(
 
     Args:
         source: the checkpoint. Codes are copied. Norms, biases and other vectors become float32. Unquantized matrices
-            keep their dtype, unless one of the next two arguments gives a type to which they are rounded.
+            keep their dtype, unless `type_name` or `embedding` gives a type to which they are rounded.
         path: path of the file; an existing file is replaced. The caller moves the file to its final path.
         type_name: GGUF type to which the matrices of an unquantized model are rounded, a key of `MATRIX_BLOCKS`.
         embedding: GGUF type to which the embedding and the head are rounded, also a key of `MATRIX_BLOCKS`. None = use

@@ -72,7 +72,7 @@ class Source:
         return self.changed[name] if name in self.changed else self.reader.tensor(name)
 
     def is_reordered(self, module: str) -> bool:
-        """Whether the order of a linear's groups differs from that of its inputs; reads the group index."""
+        """Whether the groups of a linear are in activation order; reads the linear's group index."""
         name = self.format.order_name
         # In input order, the group index never decreases.
         return name in self.modules[module] and bool((self.reader.tensor(f"{module}.{name}").diff() < 0).any())

@@ -65,7 +65,7 @@ class Survey:
 
 @dataclass(kw_only=True, slots=True)
 class FoldTrial:
-    """A layer on which folds are tried; it is modified during a trial and restored afterwards.
+    """A layer on which folds of smoothing scales are tried; it is modified during a trial and restored afterwards.
 
     Args:
         block: the layer, with float32 weights.
@@ -173,8 +173,8 @@ def _plain(block: nn.Module, seen: Recording, draft: Draft, first: Draft, hidden
 
 
 def _with_source(plain: Sequence[LinearSet], source: str, grouped: bool) -> list[LinearSet]:
-    """Return the sets, each with its source. If two sets would have the same source, return none, because a source can
-    absorb the scales of only one set.
+    """Return the sets `plain`, each with its own source. If two sets would have the same source, return none, because a
+    source can absorb the scales of only one set.
     """
     first = plain[0].linears[0]
     sources = [_same_expert(source, first, group.linears[0]) for group in plain]

@@ -83,7 +83,7 @@ def _with_order(name: str, module: nn.Module, data: Experts) -> Experts:
         (hidden, wide), (width, other) = (up[1:], down[1:]) if transposed else (up[:0:-1], down[:0:-1])
         if wide == 2 * width and other == hidden and _same(name, fused, option, hidden):
             return option
-    raise ModelError(f"the 3-D tensors of experts {name} cannot be split into gate, up and down projections")
+    raise ModelError(f"experts {name} are 3-D tensors that cannot be taken apart into gate, up and down")
 
 
 def _same(name: str, fused: nn.Module, data: Experts, hidden: int) -> bool:

@@ -212,8 +212,8 @@ class _Model:
         return made
 
     def _merit(self, recipe: Recipe, made: Assigned) -> tuple[bool, int]:
-        """Return a key to compare options: whether the requested engine can read the result, then the number of linears
-        with zero points.
+        """Return a key that is larger for better results: whether the requested engine can read the result, then the
+        number of linears with zero points.
         """
         reads = self.engine is None or self.reading(recipe, made).is_right
         return reads, sum(not scheme.weight.symmetric for of in made.schemes for scheme in of.values() if scheme)
@@ -249,12 +249,12 @@ class _Model:
         return first, made
 
     def reading(self, recipe: Recipe, made: Assigned) -> EngineReading:
-        """Return how the requested engine, or else transformers, would read the result."""
+        """Predict how the requested engine, or transformers if none is requested, would read the compressed model."""
         model = stored_model(recipe, self.family, self.layers, made.schemes, self.hidden_size)
         return judge(self.engine or "transformers", model)
 
     def checked(self, recipe: Recipe) -> Assigned:
-        """Return the schemes that a recipe assigns, after all checks."""
+        """Check that a recipe can be used on the model, and return the schemes that it assigns."""
         made, format_ = self.leave(assign(recipe, self.layers, self.stored)), FORMATS.load(recipe.format)
         for problem in conflicts(recipe, self.layers, made.schemes, self.unlisted):
             raise problem
@@ -316,7 +316,7 @@ def conflicts(
             if rule.keep:
                 yield RecipeError(
                     f"pattern {rule.pattern!r} matches only linears outside the decoder layers, whose codes cannot be "
-                    "kept; remove this override with 'keep: source'"
+                    "kept; remove the override that has this pattern and 'keep: source'"
                 )
             continue
         also = f" or {towers[0]!r}" if towers else ""
@@ -360,7 +360,7 @@ def conflicts(
 
 
 def _without_inputs(layers: Sequence[LayerLinears], assigned: Sequence[Schemes]) -> Iterator[InputError]:
-    """Yield an error for tower linears with static activation scales, because towers get no calibration data."""
+    """Yield an error if a tower's linear has static activation scales, because towers get no calibration data."""
     for layer, schemes in zip(layers, assigned, strict=True):
         for name, scheme in schemes.items():
             if layer.beside and scheme and scheme.activation and scheme.activation.is_calibrated:

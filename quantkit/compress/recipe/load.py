@@ -1,6 +1,6 @@
-"""Build a Recipe from a name or a file: resolve every name, fill in every default and build every step.
+"""Build a Recipe from a name or a file: look up every name, fill in every default and build every step.
 
-All errors that do not depend on a model are reported here.
+All mistakes in a recipe that do not depend on the model are reported here.
 """
 
 from collections.abc import Mapping
@@ -38,8 +38,8 @@ class Recipe:
         measured: KL that a search measured, and the text that it used; None = no search wrote the recipe.
         scheme: scheme of each linear. `symmetric: auto` means zero points here, until `settled` replaces it.
         kv_cache: number types of keys and values; None = the recipe does not set them.
-        mtp: scheme of the linears in the decoder layers of MTP heads, which are rounded to nearest; None = kept as in
-            the source.
+        mtp: scheme of the linears in the decoder layers of MTP heads; they are rounded to nearest. None = these linears
+            stay as in the source.
         steps: algorithms that choose the codes, keyed by name, in execution order; empty = round to nearest.
         calibration: calibration data; None = no step needs data.
         input_clip: how static scales of inputs are chosen, "absmax" or "mse".
@@ -281,7 +281,7 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mtp_scheme(source: Mapping[str, Any]) -> LinearScheme | None:
-    """Return the scheme of MTP heads.
+    """Return the scheme of the linears in MTP heads; None = they stay as in the source.
 
     Raises:
         RecipeError: the format cannot store MTP heads in a separate scheme, or heads cannot have this scheme.
@@ -304,7 +304,7 @@ def _mtp_scheme(source: Mapping[str, Any]) -> LinearScheme | None:
 
 
 def _embedding(name: str | None, format_: str) -> str | None:
-    """Check the type of the embedding, and return it."""
+    """Check the number type that a recipe gives the embedding and the head of a GGUF file, and return it."""
     if name is not None and format_ != GGUF.name:
         raise RecipeError(
             f"embedding: only format gguf can store the embedding in a different type, but the format is {format_}; "
@@ -357,7 +357,7 @@ def _scheme(source: Mapping[str, Any]) -> Scheme:
 
 
 def _check_parts(document: Document) -> None:
-    """Check the sections together: `weights` may be missing only if the recipe quantizes nothing but the KV cache."""
+    """Check which sections are present: `weights` may be missing only if the recipe quantizes only the KV cache."""
     if document.weights is not None:
         return
     if document.kv_cache is None:

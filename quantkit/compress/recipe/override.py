@@ -59,14 +59,14 @@ def _assign(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _names(data: Mapping[str, Any]) -> list[str]:
-    """Return the name of each step in order; "" for an entry without a name."""
+    """Return the name of each step of a recipe in order; "" for an entry without a name."""
     steps = data.get("steps")
     return [step_name(item) or "" for item in steps] if isinstance(steps, list) else []
 
 
 def _paths(data: Mapping[str, Any]) -> list[str]:
-    """Return all paths that can be replaced: whole sections, fields of sections, and options of steps. A section that
-    is a list can only be replaced as a whole.
+    """Return all dotted paths that an override can set: whole sections, fields of sections, and options of steps. A
+    section that is a list can only be replaced as a whole.
     """
     paths = list(Document.model_fields)
     for name, field in Document.model_fields.items():

@@ -269,7 +269,7 @@ class CalibrationSection(RecipeSection):
 
     @property
     def num_samples(self) -> int:
-        """Return the number of sequences; while `auto` is not resolved, the largest number that it can become."""
+        """Return the number of sequences; while it is "auto", the largest number that "auto" can become."""
         return self.samples if isinstance(self.samples, int) else _MOST_SAMPLES
 
     def enough_samples(self, num_inputs: int) -> int:
@@ -341,7 +341,7 @@ def as_recipe_error(path: str) -> Iterator[None]:
 
 
 def validate(model: type[S], data: Any, prefix: str = "") -> S:
-    """Convert `data` to an instance of `model`.
+    """Convert plain data to an instance of a pydantic class.
 
     Args:
         model: a pydantic class.

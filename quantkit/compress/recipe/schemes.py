@@ -95,7 +95,9 @@ def activation_scheme(fields: dict[str, Any]) -> ActivationScheme:
             group_size=fields["group_size"],
         )
     if fields["clip"] != "absmax" and dynamic:
-        raise RecipeError("activations.clip: only static scales are clipped; set activations.dynamic=false")
+        raise RecipeError(
+            "activations.clip: only static scales are clipped; leave it out, or set activations.dynamic=false"
+        )
     return scheme
 
 
@@ -103,7 +105,7 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
     """Build the KV cache scheme that a recipe asks for.
 
     Args:
-        section: section of the recipe.
+        section: section `kv_cache` of the recipe.
     Raises:
         RecipeError: a KV cache cannot have this number type or granularity, or settings contradict each other.
     """
@@ -126,7 +128,7 @@ def build_cache(section: schema.KVCacheSection) -> CacheGoal:
 
 
 def _cache_scheme(section: schema.KVCacheSection) -> KVScheme:
-    """Return the scheme of the layers without an entry in `layers`."""
+    """Return the KV cache scheme of all layers that have no entry in `kv_cache.layers`."""
     key, value = _side(section, "keys"), _side(section, "values")
     if section.rotation != "none" and key.granularity != "token":
         raise RecipeError(
@@ -175,7 +177,7 @@ def cache_fields(section: schema.KVCacheSection) -> dict[str, Any]:
 
 
 def _layer_fields(entry: schema.CacheLayers, scheme: KVScheme) -> dict[str, Any]:
-    """Return an entry of `layers` as plain data with every default filled in."""
+    """Return an entry of `kv_cache.layers` as plain data with every default filled in."""
     if entry.skip:
         return {"numbers": list(entry.numbers), "skip": True}
     sides = {name: side for name, side in _sides(scheme).items() if getattr(entry, name) is not None}

@@ -1,4 +1,4 @@
-"""Build the `steps:` of a recipe: look up each algorithm by name, and check options against its fields."""
+"""Build the `steps:` of a recipe: look up each algorithm by name, and check its options."""
 
 import dataclasses
 from typing import Any, get_type_hints

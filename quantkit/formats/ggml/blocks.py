@@ -92,7 +92,7 @@ def encode_blocks(weight: QuantizedTensor, symmetric_block: str) -> tuple[Block,
         weight: (N, K), with a scheme that `GGUFFormat.check` accepts.
         symmetric_block: name of the block type to use if there are no zero points.
     Returns:
-        block: the type chosen.
+        block: type of the blocks.
         data: (N, bytes per row) uint8.
     Raises:
         SchemeError: a scale is not a float16 number, or groups are in activation order.
@@ -147,7 +147,7 @@ def _exact_half(scale: Tensor) -> Tensor:
     if bool(lost.any()):
         value = float(scale[lost][0])
         raise SchemeError(
-            f"scale {value:.9g} of this weight is not a float16 number, and GGUF files store scales in float16; to "
-            "convert, quantize the original model with --format gguf instead; to quantize, add this linear to ignore"
+            f"scale {value:.9g} of this weight is not a float16 number, and GGUF files store scales in float16. "
+            "Quantize the original model with --format gguf instead of converting; if you did, ignore this linear"
         )
     return half

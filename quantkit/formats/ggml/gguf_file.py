@@ -277,7 +277,7 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _read_info(cursor: _Cursor) -> tuple[str, GGUFTensor]:
-    """Read the name and position of a tensor; the offset counts from the end of the padding."""
+    """Read the name, type, shape and offset of a tensor; the offset counts from the end of the padding."""
     name = cursor.string("the name of a tensor")
     num_dims = cursor.unpack("I", f"the dimensions of {name!r}")
     if num_dims > _MAX_DIMS:

@@ -57,7 +57,7 @@ def round_to_k_blocks(values: Tensor, dtype: DType, importance: Tensor | None = 
 
 
 def size_weights(values: Tensor, dtype: DType, importance: Tensor | None) -> Tensor:
-    """Return weights of the squared errors of values (M, values of a block), from the sizes of values as in ggml."""
+    """Return ggml's weights of the squared errors of values (M, values of a block); larger values weigh more."""
     if importance is not None:  # multiplied by a factor for the size of a value within its block
         return importance * (2 * values.square().mean(1, keepdim=True) + values.square()).sqrt()
     if not dtype.has_minimums:
@@ -67,15 +67,15 @@ def size_weights(values: Tensor, dtype: DType, importance: Tensor | None) -> Ten
 
 
 def pack_blocks(codes: Tensor, blocks: Blocks, dtype: DType) -> Tensor:
-    """Pack codes (M, values of a block), which start at `dtype.minimum`, with scales and minimums: (M, bytes) uint8."""
+    """Pack signed codes (M, values of a block), scales and minimums into blocks (M, bytes of a block) uint8."""
     return pack_fields(dtype.name, codes.to(torch.int16) - int(dtype.minimum), blocks)
 
 
 def pack_fields(name: str, codes: Tensor, blocks: Blocks) -> Tensor:
-    """Pack the unsigned codes (M, values of a block) of a type into blocks: (M, bytes) uint8.
+    """Pack unsigned codes (M, values of a block), scales and minimums into blocks (M, bytes of a block) uint8.
 
-    `name` is a type of the table above, in lower case. Types without sub-blocks ignore the scales in `blocks`: their
-    scale is the step.
+    `name` is a type from the table in the module's docstring, in lower case. Types without sub-blocks ignore
+    `blocks.scales`: their scale is `blocks.step`.
     """
     unsigned = codes.view(torch.uint8) if codes.dtype == torch.int8 else codes.to(torch.uint8)
     return torch.cat([part.to(torch.uint8) for part in _PACK[name](unsigned, blocks)], dim=1)

@@ -109,10 +109,10 @@ def test_codes_come_back_from_mlx(made, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, r"model_type 'gemma2' was not compared with mlx-lm.*compared: cohere, "),
+        ({"model_type": "gemma2"}, r"does not write model_type 'gemma2' for mlx-lm.*supported: cohere, "),
         ({"sliding_window": 32, "use_sliding_window": True}, "mlx-lm ignores sliding_window 32 of model_type 'qwen2'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' was not compared"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type 'longrope' was not compared"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "does not write rope_type 'dynamic'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "does not write rope_type 'longrope'"),
     ],
 )
 def test_models_that_were_not_compared_are_refused(made, tmp_path, changes, message):

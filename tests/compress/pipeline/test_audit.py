@@ -69,7 +69,7 @@ def edit_quantization(folder, change):
             lambda f: rewrite(f, "model.layers.1.mlp.up_proj.weight_packed", torch.zeros(96, 4, dtype=torch.int32)),
             "bytes on disk, but its recorded",
         ),
-        (lambda f: edit_quantization(f, lambda q: q.update(ignore=[])), "does not ignore lm_head"),
+        (lambda f: edit_quantization(f, lambda q: q.update(ignore=[])), "describes lm_head as quantized"),
         (
             lambda f: edit_quantization(f, lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8)),
             "describes .* differently",

@@ -133,7 +133,7 @@ def test_a_model_without_heads_is_quantized_as_without_the_key(tiny_llama, tmp_p
         ),
         ({"mtp": "int8", "format": "awq"}, "the format is awq; remove 'mtp'"),
         ({"mtp": "int9"}, "mtp: expected int8, keep or a mapping such as .*, found 'int9'"),
-        ({"mtp": {"dtype": "fp8", "group_size": "tensor"}}, "mtp: heads need scales per channel"),
+        ({"mtp": {"dtype": "fp8", "group_size": "tensor"}}, "mtp: MTP heads need a scale per channel"),
         ({"mtp": {"bits": 8}}, "unknown key 'bits'"),
     ],
 )

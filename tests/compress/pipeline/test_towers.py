@@ -142,7 +142,12 @@ def test_a_pattern_of_decoder_and_tower_is_of_the_decoder_and_ignore_is_of_both(
 @pytest.mark.parametrize(
     ("recipe", "modules", "changes", "says"),
     [
-        ("rtn-int8", "*visuel*", {}, r"matches no linear of this model; names look like '.*' or 'model\.vision_tower"),
+        (
+            "rtn-int8",
+            "*visuel*",
+            {},
+            r"matches no linear of this model; correct it: names look like '.*' or 'model\.vision_tower",
+        ),
         ("w8a8-int8", "*vision_tower*", {"activations.dynamic": False}, "sees no calibration data"),
     ],
 )
@@ -156,7 +161,7 @@ def test_what_cannot_be_done_to_a_tower_is_refused(tmp_path, text_file, recipe, 
 
 def test_codes_of_the_source_are_kept_in_decoder_layers_only(tmp_path):
     model = make_wrapper(tmp_path / "model", "llava")
-    with pytest.raises(RecipeError, match="only linears of decoder layers can keep their codes"):
+    with pytest.raises(RecipeError, match="matches only linears outside the decoder layers"):
         run(model, "rtn-int8", tmp_path / "out", overrides={"overrides": [{"modules": "*vision*", "keep": "source"}]})
 
 

@@ -86,7 +86,7 @@ REFUSED = [
     ({"kv_cache": {"dtype": "fp8", "rotation": "hadamard", "granularity": "tensor"}}, "rotation: hadamard only helps"),
     (
         {"kv_cache": {"dtype": "fp8", "layers": [{"numbers": 0, "skip": True}]}},
-        "kv_cache.layers\\[0\\]: layers cannot differ if scales are fixed",
+        "kv_cache.layers\\[0\\]: scales are fixed, so all layers need one type",
     ),
     (
         {"kv_cache": {"dtype": "int4", "layers": [{"numbers": 0, "values": {"dtype": "fp8"}}]}},
