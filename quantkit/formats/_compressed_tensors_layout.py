@@ -59,13 +59,14 @@ def find_layout(scheme: LinearScheme) -> str:
     if multiplied and activation.dtype == INT8 and activation.group_size is None:
         return INTEGER
     name = activation.dtype.name
-    choices = {
-        "int8": "int8 with weights.group_size 'channel', or to symmetric int4 with dynamic activations",
-        "fp8": "fp8, or to symmetric int4 with dynamic activations",
-    }
+    hint = f"set weights.dtype to {name}" if activation.dtype.kind == "float" else "set activations.dtype to int8"
+    if activation.dtype == INT8:
+        hint = "set weights.dtype to int8 with weights.group_size 'channel'"
+    if activation.dtype in (INT8, FP8):
+        hint += ", or to symmetric int4 with dynamic activations"
     raise SchemeError(
-        f"{activation.describe()} activations cannot be combined with {weight.describe()} weights; set weights.dtype "
-        f"to {choices.get(name, name)}; or leave activations out"
+        f"{activation.describe()} activations cannot be combined with {weight.describe()} weights; {hint}; or leave "
+        "activations out"
     )
 
 

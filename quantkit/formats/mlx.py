@@ -100,8 +100,8 @@ class MLXFormat(Format):
         if weight.group_index is not None:
             raise SchemeError("mlx cannot store groups in activation order; set steps.gptq.act_order=weight")
         if weight.zero_point is None or weight.scale.dtype not in HALF_DTYPES:
-            found = "no zero points" if weight.zero_point is None else f"scales in {weight.scale.dtype}"
-            raise SchemeError(f"mlx needs zero points and scales of 16 bits, but this weight has {found}")
+            given = "no zero points" if weight.zero_point is None else f"scales in {weight.scale.dtype}"
+            raise SchemeError(f"mlx needs zero points and scales of 16 bits, but this weight has {given}")
         if bool((weight.scale == 0).any()):
             raise SchemeError("a scale is 0, so no bias can store its zero point; quantize the original model again")
         # Exact: 11 bits of the scale times 8 bits of the zero point fit into float32's 24.

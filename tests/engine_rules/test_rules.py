@@ -195,7 +195,7 @@ def test_an_engine_is_asked_about_its_device():
     assert judge("vllm:h100", model, BLACKWELL).reads == "fast"  # the name's own device wins
     assert judge("transformers:mi300x", model).reads == judge("transformers", model, OTHER).reads == "slow"
     for name in ("vllm:mi300x", "sglang:cpu"):
-        with pytest.raises(InputError, match=f"no rule known for .* on {name.partition(':')[2]}"):
+        with pytest.raises(InputError, match=f"has no rules for .* on {name.partition(':')[2]}"):
             judge(name, model)
     with pytest.raises(InputError, match=r"unknown device 'h10'"):
         judge("vllm:h10", model)

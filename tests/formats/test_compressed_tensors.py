@@ -161,7 +161,7 @@ def test_activation_order_is_refused():
     ordered = QuantizedTensor(
         codes=weight.codes, scale=weight.scale, zero_point=None, scheme=scheme.weight, group_index=torch.arange(64) % 2
     )
-    with pytest.raises(SchemeError, match=r"act_order: weight.*--format dense"):
+    with pytest.raises(SchemeError, match=r"act_order=weight.*--format dense"):
         FORMAT.encode(ordered, scheme)
     with pytest.raises(SchemeError, match="activation order"):
         FORMAT.decode({**FORMAT.encode(weight, scheme), "weight_g_idx": torch.arange(64)}, scheme)
@@ -199,9 +199,9 @@ def test_tensors_that_contradict_the_scheme():
         (linear("int4", 32, symmetric=False, inputs="int8"), ["int4 g32 asym", "symmetric int4"]),
         (linear("int3", 32, inputs="int8"), ["int3 g32", "weights.dtype"]),
         (linear("int4", 32, inputs="int8", static=True), ["dynamic"]),
-        (linear("int8", inputs="fp8"), ["fp8 activations require fp8 weights", "weights.dtype"]),
+        (linear("int8", inputs="fp8"), ["set weights.dtype to fp8, or to symmetric int4"]),
         (linear("fp8", inputs="int8"), ["int8 activations cannot be combined with fp8 weights"]),
-        (linear("int8", inputs="int4"), ["int4 per token activations"]),
+        (linear("int8", inputs="int4"), ["int4 per token activations", "set activations.dtype to int8"]),
         (linear("int4", rows=None), ["int4 tensor", "weights.group_size"]),
         (linear("fp8", inputs="fp8", input_group=32), ["weights.group_size to 32x32"]),
         (linear("fp8", 16, inputs="fp8", rows=8), ["set activations.group_size to 16"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_blocks_mean_what_the_library_reads(name):
 
 
 def test_a_type_without_values_is_not_decoded():
-    with pytest.raises(CheckpointError, match="Q8_K is not supported"):
+    with pytest.raises(CheckpointError, match="type Q8_K, which is not supported"):
         dequantize_blocks(Block.Q8_K, torch.zeros(num_bytes(Block.Q8_K, (256,)), dtype=torch.uint8), (1, 256))
 
 
@@ -122,8 +123,17 @@ def test_what_no_block_holds_is_refused(scheme, shape, message):
 
 def test_scales_are_not_rounded_to_float16():
     weight = random_tensor(0, (8, 64), linear("int4", 32).weight, torch.float32)
-    with pytest.raises(SchemeError, match="float16"):
+    with pytest.raises(SchemeError, match=r"scale 0\.\d+ of this weight is not a float16 number.*original model"):
         FORMAT.blocks(weight)
+    large = replace(weight, scale=torch.full_like(weight.scale, 70144, dtype=torch.bfloat16))
+    with pytest.raises(SchemeError, match=r"scale 70144 of this weight .*ignore this linear"):
+        FORMAT.blocks(large)
+
+
+def test_groups_in_activation_order_are_refused():
+    weight = random_tensor(0, (8, 64), linear("int4", 32).weight, torch.float16)
+    with pytest.raises(SchemeError, match=r"groups of this weight are in activation order.*act_order=weight"):
+        FORMAT.blocks(replace(weight, group_index=torch.arange(64) % 2))
 
 
 # K-quants

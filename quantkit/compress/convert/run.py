@@ -74,8 +74,7 @@ def convert(
         checkpoint: directory or GGUF file of a quantized model; for "gguf", also the directory of an unquantized model.
         to: name of the format to write.
         output: directory to create; for "gguf", a file.
-        type_name: for "gguf" and an unquantized model, the GGUF type to which the matrices are rounded, a key of
-            `formats.gguf.MATRIX_BLOCKS`.
+        type_name: for "gguf" and an unquantized model, the type of the matrices: a key of `formats.gguf.MATRIX_BLOCKS`.
         embedding: for "gguf", the type to which an unquantized embedding and head are rounded; None = see `write_gguf`.
         entries: for "gguf", further metadata of the file.
         overwrite: replace an existing output.

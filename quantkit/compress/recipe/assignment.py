@@ -332,8 +332,7 @@ def conflicts(
         yield RecipeError(f"recipe {recipe.name!r} quantizes no linear of this model; remove patterns from ignore")
     for layer, schemes in zip(layers, assigned, strict=True) if FORMATS.load(recipe.format).fuses else ():
         for conflict in fused_conflicts(layer.sets, schemes):
-            hint = "widen the pattern in overrides or ignore to cover all of them"
-            yield RecipeError(f"{layer.name}: {conflict}; {hint}")
+            yield RecipeError(f"{layer.name}: {conflict}; widen the pattern in overrides or ignore to cover them all")
     format_, alike = FORMATS.load(recipe.format), dict[tuple[LinearScheme, tuple[int, int]], str]()
     for layer, schemes in zip(layers, assigned, strict=True):  # check each pair of scheme and shape once
         for name, scheme in schemes.items():

@@ -287,7 +287,7 @@ def test_whole_parts_can_be_replaced_and_removed(write):
         ("weights.group_size.x=3", "no such field"),
         ("weights.group_size=x", "weights.group_size: expected a positive whole number"),
         ("steps.gptq.damp=1", "(did you mean 'steps.gptq.damping'?)"),
-        ("steps.awq.grid=1", "the recipe has no step 'awq'; it has: gptq"),
+        ("steps.awq.grid=1", "the recipe has no step 'awq'; its steps: gptq"),
         ("overrides.0.skip=true", "can only be replaced as a whole"),
     ],
 )
