@@ -141,10 +141,10 @@ class Format(ABC):
         return 0
 
     def stored_weights(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return the full names of the tensors that store each quantized weight, keyed by local name within each
-        weight.
+        """Return the names of the tensors that store each quantized weight.
 
-        A weight whose name does not end in `.weight` is a stack of matrices; its tensors have one more dimension.
+        The result maps the name of each weight to a mapping from local to full tensor names. A weight whose name does
+        not end in `.weight` is a stack of matrices; its tensors have one more dimension.
 
         Args:
             names: names of all tensors of a checkpoint.

@@ -72,7 +72,9 @@ class Eviction:
         return memory.kv_allocated_bytes(shape, self.kept(context), form, self.page_size)
 
     def chunk_bytes(self, shape: ModelShape, context: int, form: KVForm) -> float:
-        """Return the extra cache bytes of a sequence during a prompt chunk: eviction follows the chunk's attention."""
+        """Return the extra cache bytes that a sequence needs while a prompt chunk is computed, before tokens are
+        evicted.
+        """
         kept = self.kept(context)
         most = min(context, kept - 1 + STEP_TOKENS) if kept < context else kept
         before, after = (memory.kv_allocated_bytes(shape, each, form, self.page_size) for each in (most, kept))

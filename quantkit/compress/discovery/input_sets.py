@@ -153,8 +153,8 @@ def template(name: str) -> str:
 
 
 def draft_sets(block: nn.Module, seen: Recording, gates: Gates) -> tuple[list[Draft], dict[str, str]]:
-    """Return the sets of linears that read the same tensor, in execution order. Also return which linears must stay
-    unquantized: the reason, keyed by the linear's name.
+    """Return the sets of linears that read the same tensor, in execution order. Also return why linears must stay
+    unquantized, as reasons keyed by the linear's name.
 
     Args:
         block: the layer.

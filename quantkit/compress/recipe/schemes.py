@@ -185,7 +185,7 @@ def _layer_fields(entry: schema.CacheLayers, scheme: KVScheme) -> dict[str, Any]
 
 
 def _sides(scheme: KVScheme) -> dict[str, Any]:
-    """Return number type and granularity of keys and of values as plain data; a side that is unquantized is omitted."""
+    """Return number type and granularity of keys and of values as plain data, without unquantized keys or values."""
     return {name: side for name in ("keys", "values") if (side := scheme_to_dict(scheme)[name]) is not None}
 
 

@@ -184,10 +184,10 @@ def test_a_plan_counts_the_values_and_what_is_kept(quantized_pair, tmp_path):
     assert plans[0].weights[0].size.memory_bytes < plans[1].weights[0].size.memory_bytes  # as stored
     kept = estimate(source, recipe=keep_recipe(tmp_path, "*self_attn*", ""))
     assert sizes[0].memory_bytes < kept.weights[1].size.memory_bytes < plans[1].weights[0].size.memory_bytes
-    with pytest.raises(QuantkitError, match="the source stores it unquantized"):
+    with pytest.raises(QuantkitError, match="the source stores this linear unquantized"):
         estimate(twin, recipe=keep_recipe(tmp_path, "*self_attn*", ""))
 
 
 def test_a_dense_source_has_nothing_to_keep(tmp_path, tiny_llama):
-    with pytest.raises(QuantkitError, match="the source stores it unquantized"):
+    with pytest.raises(QuantkitError, match="the source stores this linear unquantized"):
         quantkit.quantize(tiny_llama, keep_recipe(tmp_path, "*mlp*", ""), tmp_path / "out")
