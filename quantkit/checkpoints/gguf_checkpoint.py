@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType as Block
 
+from quantkit.checkpoints.encoded_weight import BlocksInfo, LatentInfo
 from quantkit.checkpoints.gguf_config import Lookup, build_config
 from quantkit.checkpoints.gguf_tokenizer import tokenizer_files
-from quantkit.checkpoints.gguf_values import BlocksInfo, LatentInfo
 from quantkit.checkpoints.header import TensorInfo, kind_of
 from quantkit.errors import CheckpointError
 from quantkit.formats.base import FLOAT_DTYPES

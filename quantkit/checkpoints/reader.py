@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoints.encoded_weight import EncodedInfo
+from quantkit.checkpoints.encoded_weight import BlocksInfo, EncodedInfo
 from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors, gguf_model, read_config_file
-from quantkit.checkpoints.gguf_values import BlocksInfo
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
 from quantkit.formats import is_gguf

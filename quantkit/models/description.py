@@ -9,11 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quantkit.errors import ModelError
-from quantkit.models.config import ConfigReader
+from quantkit.models.config import (
+    ConfigReader,
+    experts_by_layer,
+    halves_by_layer,
+    recurrent_by_layer,
+    windows_by_layer,
+)
 from quantkit.models.family import Experts, Family
 from quantkit.models.layer_state_sizes import NOTHING, AttentionShape, StateShape
 from quantkit.models.layer_tensors import LayerTensors, layer_tensors
-from quantkit.models.layer_types import experts_by_layer, halves_by_layer, recurrent_by_layer, windows_by_layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

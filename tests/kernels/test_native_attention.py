@@ -10,7 +10,7 @@ import torch
 
 from quantkit.kernels import cpu
 from quantkit.kernels.cpu.attention import NativeAttention
-from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.ops import Stepwise
 from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.reference.kv_codes import codes_of
 from quantkit.kernels.types import AttentionOptions

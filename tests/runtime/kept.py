@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels.layouts import KVLayout, StateLayout
-from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.ops import Stepwise
 from quantkit.models.kv_budget import SINK_TOKENS
 from quantkit.runtime.cache.non_paged import StatePool
 from quantkit.runtime.engine.engine import Engine

@@ -99,7 +99,7 @@ def options_structure(options: AttentionOptions) -> Structure:
 
 
 class NativeAttention:
-    """Attention of one layer in C; see `ops.attention.Stepwise`.
+    """Attention of one layer in C; see `ops.Stepwise`.
 
     Attributes:
         structure: `kv_layer` of kv.h.

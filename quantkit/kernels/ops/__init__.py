@@ -8,21 +8,40 @@
 | `gated`        | activation(gate) * up                        | reference | silu, gelu     | silu, gelu tanh |
 | `gated_linear` | `gated` applied to a linear's outputs        | -         | -              | packed weights  |
 
-Paged attention and linears have their own modules: `attention`, `linear`. Recurrent layers have no faster version than
-`reference.recurrence`. `kernels.gpu` holds the Triton versions, which are imported when the first CUDA tensor
-arrives. For linears that take quantized inputs, norms and gates quantize in the same launch.
+`paged_attention` chooses the attention kernel of a layer once, when the layer's pages are allocated. On CUDA, Triton's
+kernels normalize, rotate, attend and store. Elsewhere, `Stepwise` normalizes and rotates, and C or plain torch does the
+rest. A checkpoint may require a Hadamard rotation of queries and keys before keys are stored.
+
+Linears have their own module, `linear`. Recurrent layers have no faster version than `reference.recurrence`.
+`kernels.gpu` holds the Triton versions; it is imported when the first CUDA tensor arrives. If the next linear takes
+quantized inputs, norms and gates quantize their outputs in the same launch.
 Shapes: T tokens, K features, H heads, D channels of a head, R channels that rotate, I width of the feed-forward layer.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from quantkit.kernels import gpu
+from quantkit.kernels.cpu import attention as cpu_attention
 from quantkit.kernels.cpu import ops as on_cpu
+from quantkit.kernels.layouts import KVViews
 from quantkit.kernels.reference import ops as reference
+from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.reference.ops import activate as activate
-from quantkit.kernels.types import ActivationQuantization, Linear
+from quantkit.kernels.types import (
+    ActivationQuantization,
+    Angles,
+    AttentionOptions,
+    ForwardBatch,
+    Linear,
+    PagedAttention,
+    States,
+)
+from quantkit.numerics.kv_cache import hadamard
 
 
 def _on_gpu(x: Tensor) -> Any:
@@ -111,3 +130,51 @@ def gated_linear(up: Linear, x: Tensor, activation: str, quantization: Activatio
     """
     opened = up.gated(x, activation) if quantization is None and isinstance(x, Tensor) else None
     return gated(up(x), activation, quantization) if opened is None else opened
+
+
+class Stepwise:
+    """Attention with separate operations for norm and rotation; see `PagedAttention`.
+
+    Args:
+        inner: attends and stores; takes all arguments except the angles.
+        matrix: (D, D) float32, orthogonal: multiplied with queries and keys. Their dot products do not change, but
+            outliers of stored keys are spread over all channels. None = no multiplication.
+    """
+
+    def __init__(self, inner: Callable[..., Tensor], matrix: Tensor | None = None) -> None:
+        self.inner, self.matrix = inner, matrix
+
+    def __call__(
+        self, states: States, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None = None
+    ) -> Tensor:
+        query, key, value = states
+        norms = options.norms
+        if norms is not None:
+            query, _ = rms_norm(query, norms.query, norms.eps, norms.offset)
+            key, _ = rms_norm(key, norms.key, norms.eps, norms.offset)
+        if angles is not None:
+            rotary_(query, key, *angles, interleaved=options.interleaved)
+        if self.matrix is not None:
+            query, key = ((one.float() @ self.matrix).to(one.dtype) for one in (query, key))
+        return self.inner((query, key, value), batch, options)
+
+
+def paged_attention(views: KVViews) -> PagedAttention:
+    """Return the fastest attention for a layer's pages."""
+    if views.layout.rope_dim or views.layout.sinks:
+        return Stepwise(TorchAttention(views))  # no other kernel supports these
+    on_gpu, fused = gpu.module("attention", views.pool.device), None
+    if on_gpu and on_gpu.can(views):
+        fused = on_gpu.TritonAttention(views, otherwise=Stepwise(TorchAttention(views)))
+    is_rotated = views.layout.scheme.rotation != "none"
+    # Triton's kernels normalize and rotate; only a multiplication by a matrix must be done separately.
+    if fused is not None and not is_rotated:
+        return cast(PagedAttention, fused)
+    inner = fused or (cpu_attention.NativeAttention if cpu_attention.is_available(views) else TorchAttention)(views)
+    return Stepwise(inner, _rotation(views.layout.head_dim, views.pool.device) if is_rotated else None)
+
+
+@functools.cache
+def _rotation(width: int, device: torch.device) -> Tensor:
+    """Return the Hadamard matrix, shared by all layers."""
+    return hadamard(width).to(device)

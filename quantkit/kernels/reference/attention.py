@@ -20,7 +20,7 @@ from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
 
 
 class TorchAttention:
-    """Attention of one layer: `attend`, then `store`; see `ops.attention.Stepwise`."""
+    """Attention of one layer: `attend`, then `store`; see `ops.Stepwise`."""
 
     def __init__(self, views: KVViews) -> None:
         self._views = views

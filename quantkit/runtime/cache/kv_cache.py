@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.layouts import EntryLayout, KVLayout, KVViews, Layout, StateLayout, page_bytes, residual_bytes
-from quantkit.kernels.ops.attention import paged_attention
+from quantkit.kernels.ops import paged_attention
 from quantkit.kernels.reference.attention import page_keys
 from quantkit.kernels.reference.kv_codes import codes_of
 from quantkit.runtime.cache.non_paged import EntryPool, StatePool

@@ -17,7 +17,7 @@ from quantkit.kernels.cpu.attention import NativeAttention
 from quantkit.kernels.cpu.linear import NativeLinear
 from quantkit.kernels.cpu.ops import GATES, STATE_TYPES
 from quantkit.kernels.cpu.program import AngleTable, Array, Program
-from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.ops import Stepwise
 from quantkit.kernels.types import Linear
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk

@@ -13,10 +13,9 @@ import torch
 
 from quantkit.errors import ModelError
 from quantkit.kernels.reference.ops import ACTIVATIONS, CLAMPED_SWIGLU, LIMITED_SWIGLU, XIELU
-from quantkit.models.config import ConfigReader, NotNative
+from quantkit.models.config import ConfigReader, NotNative, positions_by_layer
 from quantkit.models.description import ModelDescription, description_fields
 from quantkit.models.family import Family
-from quantkit.models.layer_types import positions_by_layer
 from quantkit.models.recurrent import Recurrent
 from quantkit.models.rope import RopeConfig, read_rope
 from quantkit.safety.untrusted import shorten

@@ -12,7 +12,7 @@ import triton
 from quantkit.kernels.gpu import attention as gpu_attention
 from quantkit.kernels.gpu import choices, page_store, split_kv, splits
 from quantkit.kernels.gpu.attention import TritonAttention, can
-from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.ops import Stepwise
 from quantkit.kernels.reference import attention as reference
 from quantkit.kernels.reference.attention import TorchAttention
 from quantkit.kernels.types import AttentionOptions, HeadNorms

@@ -13,7 +13,7 @@ from quantkit.kernels.gpu import choices, quantized_linear, splits, w4a16
 from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu.attention import TritonAttention
 from quantkit.kernels.gpu.packing import E4M3_BYTES, NUMBERS, find_span, pack, unpacked
-from quantkit.kernels.ops.attention import paged_attention
+from quantkit.kernels.ops import paged_attention
 from quantkit.kernels.ops.linear import build_linear, join
 from quantkit.kernels.reference import ops as reference
 from quantkit.kernels.types import AttentionOptions, LinearSource

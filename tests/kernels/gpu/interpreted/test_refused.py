@@ -13,8 +13,7 @@ from quantkit.kernels.gpu import experts as gpu_experts
 from quantkit.kernels.gpu import kv_store, paged_attention, quantized_linear, w4a16
 from quantkit.kernels.gpu import ops as gpu_ops
 from quantkit.kernels.gpu.quantized_linear import PackedLinear
-from quantkit.kernels.ops import attention as attention_ops
-from quantkit.kernels.ops.attention import Stepwise
+from quantkit.kernels.ops import Stepwise
 from quantkit.kernels.reference import experts as reference
 from quantkit.kernels.reference import ops as plain
 from quantkit.kernels.reference.attention import TorchAttention
@@ -61,7 +60,7 @@ def test_attention(refuse, monkeypatch, module, name, kind):
     made = Sequences(layout(kind, dim=32, page_size=16, dtype=torch.float16), (20, 60))
     turns = torch.randn(64, 16)
     caches, outputs = [], []
-    for implementation in (lambda views: Stepwise(TorchAttention(views)), attention_ops.paged_attention):
+    for implementation in (lambda views: Stepwise(TorchAttention(views)), ops.paged_attention):
         monkeypatch.setattr(kv_cache, "paged_attention", implementation)
         caches.append(made.cache())
         outputs.append([])
