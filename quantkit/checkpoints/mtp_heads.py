@@ -15,10 +15,10 @@ class StoredHeads:
     """MTP heads in the files of a checkpoint.
 
     Args:
-        prefixes: prefixes of the names of all tensors that belong to heads.
-        heads: the heads, if the family describes them.
+        prefixes: prefixes of the names of all tensors of MTP heads.
+        heads: the heads; empty if the files have none or the family does not describe its heads.
         model: description of the model; None if no family file describes it.
-        data: the family's description of heads.
+        data: the family's description of its heads; None = it has no such description.
     """
 
     prefixes: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def find_heads(config: Mapping[str, Any], names: Collection[str]) -> StoredHeads
 def unquantized_prefixes(
     config: Mapping[str, Any], names: Collection[str], quantized: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the prefixes of MTP heads that have no quantized linear.
+    """Return the name prefixes of the MTP heads that have no quantized linear.
 
     Args:
         config: contents of config.json.

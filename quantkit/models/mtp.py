@@ -1,9 +1,9 @@
 """Multi-token prediction (MTP): heads that predict tokens after the next one, as data of a family. Torch-free.
 
-Head i reads, at each position, a hidden state and the embedding of the token that follows. It normalizes both, joins
-them, projects 2D channels to D, runs one decoder layer with the positions of the hidden states, and normalizes the
-result. An output projection then gives the logits of the token after the following one. The first head reads the
-hidden states of the model after the final norm; a further head reads the output of the head before it.
+At each position, a head reads a hidden state and the embedding of the next token. It normalizes both, joins them,
+projects 2D channels to D, runs one decoder layer with the positions of the hidden states, and normalizes the result.
+An output projection then gives the logits of the token after the next one. Head 0 reads the hidden states of the model
+after its final norm; every later head reads the output of the head before it.
 
 D hidden width, V vocabulary, N decoder layers.
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2); vLLM's `deepseek_mtp.py`, `glm4_moe_mtp.py`, `qwen3_5_mtp.py` and
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import ModelError
@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 class MTP:
     """MTP heads of a family. The defaults are DeepSeek-V3's.
 
-    `{head}` in a name stands for the head's number i, and `{layer}` for N + i. All names but `folder` are relative to
-    `folder`. A head's decoder layer is like the model's last layer with attention that is not recurrent, and has
-    experts if the model has any.
+    `{head}` in a name stands for the head's number i, counted from 0, and `{layer}` for N + i. All names except
+    `folder` are relative to `folder`. A head's decoder layer has the structure of the model's last layer with attention
+    and experts, or of its last layer with attention if no such layer has experts.
 
     Args:
-        count: key of the number of heads.
-        implied: number of heads if config.json lacks the key but the files have tensors in `folder`.
+        count: config.json key of the number of heads.
+        implied: number of heads if config.json lacks this key but the files have tensors in `folder`.
         folder: prefix of the names of a head's tensors; without `{head}` and `{layer}`, all heads share the folder.
         block: prefix of the names of the head's decoder layer.
         embedding_norm, hidden_norm: norms of the two inputs.
         projection: linear (D, 2D) of the joined inputs.
         hidden_first: whether the hidden state precedes the embedding in the projection's input.
         final_norm: norm after the decoder layer.
-        embedding, output: a head's own token embedding and output projection, (V, D) each, which files may omit; the
-            model's embedding and output projection then apply. None = a head never has its own.
+        embedding, output: a head's own token embedding and output projection, (V, D) each. If the files omit them, the
+            head uses the model's. None = no head of the family has its own.
         zero_first: whether the embedding at position 0 is set to zero, as in vLLM.
-        chains_normed: whether a head that drafts further tokens reads its own output after the final norm, not before.
+        chains_normed: whether a head that drafts several tokens in a row reads its previous output after `final_norm`;
+            otherwise before it.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -69,7 +70,7 @@ class MTP:
             entries: entries of config.json.
             names: names of the checkpoint's tensors; None = trust config.json.
         Returns:
-            The number in config.json, or fewer if the files lack heads, e.g. because transformers wrote them.
+            The number in config.json, or less if the files lack some heads, e.g. because transformers wrote the files.
         Raises:
             ModelError: the number in config.json is not a whole number.
         """
@@ -85,7 +86,7 @@ class MTP:
         return count
 
     def prefixes(self, entries: ConfigReader) -> tuple[str, ...]:
-        """Return the prefixes of the names of all tensors that belong to heads, and to no other part of the model."""
+        """Return the prefixes of the names of the heads' tensors; no other tensor's name begins with one of them."""
         if "{" not in self.folder:
             return (self.folder,)
         layers = entries.count("num_hidden_layers")
@@ -101,20 +102,31 @@ class MTP:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MTPHead(MTP):
-    """One MTP head of a model: the family's description with full names in the checkpoint in place of relative ones.
+class MTPHead:
+    """One MTP head of one model. All names are full names in the checkpoint.
 
     Args:
-        number: number of the head, from 0.
-        layer: number of the model's decoder layer that has the same structure as the head's own decoder layer.
-        embedding, output: see `MTP`; None if the files have no copies for this head.
+        layer: number of the model's decoder layer that has the same structure as the head's decoder layer.
+        block: prefix of the names of the head's decoder layer.
+        embedding_norm, hidden_norm: norms of the two inputs.
+        projection: linear (D, 2D) of the joined inputs.
+        final_norm: norm after the decoder layer.
+        embedding, output: the head's own token embedding and output projection; None = the files have none, so the
+            model's apply.
+        hidden_first, zero_first, chains_normed: see `MTP`.
     """
 
-    number: int
     layer: int
-
-
-_NAMES = ("block", "embedding_norm", "hidden_norm", "projection", "final_norm")
+    block: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    embedding: str | None
+    output: str | None
+    hidden_first: bool
+    zero_first: bool
+    chains_normed: bool
 
 
 def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> tuple[MTPHead, ...]:
@@ -122,10 +134,10 @@ def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> 
 
     Args:
         model: description from config.json.
-        names: names of the checkpoint's tensors; None = trust config.json, and assume that heads that may have their
-            own embedding and output projection have them.
+        names: names of the checkpoint's tensors; None = trust config.json, and assume that the files have every
+            embedding and output projection that a head may have.
     Returns:
-        Heads in order; empty if the model has none or the family's heads are not described.
+        Heads in order; empty if the model has no heads or its family does not describe them.
     Raises:
         ModelError: the model has heads, but no layer with attention.
     """
@@ -133,14 +145,27 @@ def mtp_heads(model: ModelDescription, names: Collection[str] | None = None) -> 
     if data is None:
         return ()
 
+    def full(name: str, number: int) -> str:
+        return data._full(name, number, model.num_layers)
+
     def copy(name: str | None, number: int) -> str | None:
-        full = None if name is None else data._full(name, number, model.num_layers)
-        return full if full is None or names is None or any(one.startswith(f"{full}.") for one in names) else None
+        own = None if name is None else full(name, number)
+        return own if own is None or names is None or any(one.startswith(f"{own}.") for one in names) else None
 
     def head(number: int) -> MTPHead:
-        full = {field: data._full(getattr(data, field), number, model.num_layers) for field in _NAMES}
-        copies = {field: copy(getattr(data, field), number) for field in ("embedding", "output")}
-        return MTPHead(**{**asdict(data), **full, **copies}, number=number, layer=_like_layer(model))
+        return MTPHead(
+            layer=_like_layer(model),
+            block=full(data.block, number),
+            embedding_norm=full(data.embedding_norm, number),
+            hidden_norm=full(data.hidden_norm, number),
+            projection=full(data.projection, number),
+            final_norm=full(data.final_norm, number),
+            embedding=copy(data.embedding, number),
+            output=copy(data.output, number),
+            hidden_first=data.hidden_first,
+            zero_first=data.zero_first,
+            chains_normed=data.chains_normed,
+        )
 
     return tuple(map(head, range(data.num_heads(model.entries, names))))
 
@@ -159,8 +184,8 @@ def _like_layer(model: ModelDescription) -> int:
 def head_tensors(model: ModelDescription, head: MTPHead) -> LayerTensors:
     """Return all tensors of a head under their full names; the projection is the first matrix.
 
-    Several heads may share tensors; a tensor that heads share is returned for each of them. Own copies of the token
-    embedding and the output projection are matrices that are not quantizable.
+    A tensor that several heads share is returned for each of them. The head's own token embedding and output
+    projection, if any, are matrices that are not quantizable.
     """
     hidden, vocabulary, inside = model.hidden_size, model.vocab_size, layer_tensors(model, head.layer)
     matrices = [
@@ -176,11 +201,11 @@ def head_tensors(model: ModelDescription, head: MTPHead) -> LayerTensors:
 
 
 def mtp_prefixes(model: ModelDescription) -> tuple[str, ...]:
-    """Return the prefixes of the names of all tensors of MTP heads, even if the family does not describe its heads."""
+    """Return the prefixes of the names of all MTP heads' tensors, even if the family does not describe its heads."""
     entries, family = model.entries, model.family
     if family.mtp is not None:
         return family.mtp.prefixes(entries)
-    # Files of other families use these names; the heads are copied and never read.
+    # Files of families that describe no heads use these names; quantkit copies the heads and never reads them.
     count, layers = entries.count("num_nextn_predict_layers", default=0, at_least=0), model.num_layers
     further = (f"{family.layers}.{number}." for number in range(layers, layers + count))
     return (*further, "mtp.") if count else ()

@@ -60,6 +60,22 @@ def test_heads_of_qwen_have_a_folder_and_full_attention(kind):
     assert mtp_prefixes(model) == ("mtp.",)
 
 
+def test_names_of_a_head_are_full_names():
+    (head,) = mtp_heads(description_of("qwen3_5_text"), ["mtp.layers.0.input_layernorm.weight"])
+    assert (head.layer, head.block, head.projection) == (1, "mtp.layers.0.", "mtp.fc")
+    assert (head.embedding_norm, head.hidden_norm) == ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    assert head.final_norm == "mtp.norm"
+    assert (head.embedding, head.output) == (None, None)
+
+    model = description_of("deepseek_v3", num_nextn_predict_layers=1)
+    names = ["model.layers.2.eh_proj.weight", "model.layers.2.embed_tokens.weight"]
+    (head,) = mtp_heads(model, names)
+    assert head.block == "model.layers.2."
+    assert (head.embedding, head.output) == ("model.layers.2.embed_tokens", None)
+    (head,) = mtp_heads(model)
+    assert head.output == "model.layers.2.shared_head.head"
+
+
 def test_the_files_decide_how_many_heads_there_are():
     layer = ["mtp.layers.0.input_layernorm.weight", "mtp.layers.1.input_layernorm.weight"]
     named = description_of("qwen3_5_text", mtp_num_hidden_layers=2)
