@@ -39,7 +39,7 @@ _WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _END = re.compile(r"\.(lora_|base_layer\.|modules_to_save\.).*|\.weight$")
-_MERGE = "merge it with PEFT's merge_and_unload, and give the merged model"
+_MERGE = "merge the adapter with PEFT's merge_and_unload, and give the merged model"
 # Entries that describe the training, or that the tensors and `_scale` already account for.
 _KNOWN = {
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules"),
@@ -106,7 +106,7 @@ def read_adapter(path: Path | str, reader: ModelReader) -> Adapter:
         reader: reader of the base model; for a quantized base, a view from `open_dense`, which has the shapes of the
             dequantized weights.
     Raises:
-        ModelError: the folder holds no adapter, the adapter computes something else, or it is for a different base.
+        ModelError: the folder holds no adapter, the adapter is not a plain LoRA, or it is for a different base.
         CheckpointError: a file is damaged, or holds values that are not finite.
     """
     folder = Path(path)
@@ -176,11 +176,11 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
         adapter: the adapter.
         family: family of the model.
     Raises:
-        ModelError: the base is a GGUF file, or a weight of the adapter is stored as codes or as a part of another
-            tensor.
+        ModelError: the base is a GGUF file, or stores a weight that the adapter changes as codes or as a part of a
+            larger tensor.
     """
-    if is_gguf(reader.path):  # its rows may be in another order
-        raise ModelError(f"{reader.path} is a GGUF file; an adapter can be merged only into the folder of its base")
+    if is_gguf(reader.path):  # the file's row order may differ from the adapter's
+        raise ModelError(f"{reader.path} is a GGUF file; to merge an adapter, give the folder of its base model")
     model = ModelReader.of(reader, family)
     tensors = {name: reader.info(name) for name in reader.names}
     for name, update in adapter.updates.items():
@@ -192,7 +192,9 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
                 "dense base with --adapter, or use `generate --adapter`"
             )
         if info is None or info.shape != model.info(f"{name}.weight").shape:
-            raise ModelError(f"{adapter.path}: {name} is a part of another tensor of {reader.path}; {_MERGE}")
+            raise ModelError(
+                f"{adapter.path} changes {name}, which {reader.path} stores as a part of a larger tensor; {_MERGE}"
+            )
         where, parts = f"{info.file}: {stored}", {"weight": info}
         tensors[stored] = _MergedInfo.of(info, info.shape, info.dtype, where=where, parts=parts, update=update)
     return reader.view(tensors, reader.config, merge_note(adapter))
@@ -206,7 +208,7 @@ def merge_note(adapter: Adapter) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MergedInfo(EncodedInfo):
-    """Description of a weight with an update merged into it; can be read only as values."""
+    """Description of a weight with an adapter's update merged into it. It can be read only as values, not as codes."""
 
     update: LowRankUpdate
 
@@ -264,7 +266,7 @@ def _check_ends(weights: CheckpointReader, reader: ModelReader, folder: Path) ->
         module = _END.sub("", name.removeprefix("base_model.model."))
         own = reader.own_name(f"{module}.weight").removesuffix(".weight")
         if own in ends:
-            raise ModelError(f"{folder} changes {own}: adapters of the {ends[own]} are not supported; {_MERGE}")
+            raise ModelError(f"{folder} changes {own}, but adapters of the {ends[own]} are not supported; {_MERGE}")
 
 
 def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
@@ -274,7 +276,7 @@ def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
     strange = [name for name in weights.names if _TENSOR.fullmatch(name) is None]
     if strange:
         raise ModelError(
-            f"{file}: {_some(strange)} cannot be used, because only linears of the layers are supported, with tensors "
+            f"{file} holds {_some(strange)}; only linears of decoder layers are supported, and their tensors must be "
             f"named base_model.model.<linear>.lora_A.weight and lora_B.weight; {_MERGE}"
         )
     for name in weights.names:
@@ -289,7 +291,7 @@ def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
 
 
 def _own_names(modules: Iterable[str], reader: ModelReader, folder: Path) -> dict[str, str]:
-    """Return the base's names of the adapted modules, keyed by the names in PEFT."""
+    """Return the names of the adapted modules in the base model, keyed by their names in PEFT."""
     names = {module: reader.own_name(f"{module}.weight").removesuffix(".weight") for module in modules}
     missing = [module for module, name in names.items() if f"{name}.weight" not in reader]
     if missing:
@@ -298,23 +300,35 @@ def _own_names(modules: Iterable[str], reader: ModelReader, folder: Path) -> dic
             f"({len(missing)} of the adapter's {len(names)} linears); give the base that the adapter was trained on"
         )
     if len(set(names.values())) < len(names):
-        raise ModelError(f"{folder} changes one linear under two names; save the adapter again")
+        raise ModelError(f"{folder} has two updates for the same linear, under two names; save the adapter again")
     return names
 
 
 def _scale(config: Mapping[str, Any], module: str, folder: Path, budget: Budget) -> tuple[int, float]:
-    """Return rank and scale of a module's update."""
+    """Return the rank of a module's update, and the factor on B A."""
     rank = _of_module(config, "rank_pattern", "r", module, folder, budget)
     alpha = _of_module(config, "alpha_pattern", "lora_alpha", module, folder, budget)
     if rank < 1 or rank != int(rank):
-        raise ModelError(f"{folder / ADAPTER_CONFIG}: the rank of {module} is {rank}, not a whole number above 0")
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG}: the rank of {module} is {rank}, not a whole number above 0; correct r or "
+            "rank_pattern"
+        )
     return int(rank), alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _of_module(
     config: Mapping[str, Any], patterns: str, default: str, module: str, folder: Path, budget: Budget
 ) -> float:
-    """Return a number of the first pattern that matches a module as in PEFT, or else the number for all modules."""
+    """Return a setting of one module, e.g. its rank.
+
+    Args:
+        config: contents of adapter_config.json.
+        patterns: entry that maps patterns of module names to numbers; the first match applies, as in PEFT.
+        default: entry with the number for all other modules.
+        module: name of the module in PEFT.
+        folder: folder of the adapter, for messages.
+        budget: limit on the time for matching patterns.
+    """
     where, table = folder / ADAPTER_CONFIG, config.get(patterns) or {}
     if not isinstance(table, dict):
         raise ModelError(f"{where}: {patterns} is {shorten(table)}, not an object; save the adapter again")

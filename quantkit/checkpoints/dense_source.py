@@ -40,7 +40,7 @@ def open_dense(path: Path) -> CheckpointReader:
     Raises:
         ModelError, CheckpointError: the directory holds no checkpoint, or the checkpoint is damaged or has an
             unsupported quantization method.
-        SchemeError: the format is known, but quantkit cannot decode this variant.
+        SchemeError: quantkit knows the format, but cannot decode the variant that config.json describes.
     """
     reader = CheckpointReader(path)
     if is_gguf(reader.path):
@@ -56,7 +56,7 @@ def open_dense(path: Path) -> CheckpointReader:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Facts about a quantized checkpoint that are known before any weight is read.
+    """What the headers and the config.json of a quantized checkpoint say about its weights.
 
     Args:
         reader: reader of the checkpoint's files.
@@ -94,7 +94,7 @@ class _Source:
         where = f"{self.reader.path}: {module}"
         with located(where):
             infos = {local: self.reader.info(full) for local, full in parts.items()}
-            # In a stack (E, ...), check the parts of the first matrix.
+            # If the parts stack experts (E, ...), check those of the first expert.
             stack = () if name != module else (_stacked(infos),)
             matrix = {local: info.item(0) for local, info in infos.items()} if stack else infos
             scheme = self._scheme(module)
@@ -108,12 +108,10 @@ class _Source:
     def _scheme(self, module: str) -> LinearScheme:
         """Return the scheme of a module that is stored as codes."""
         linear = self.scheme.find(module)
-        if linear is None:  # the names of wrappers may differ between files and config.json
+        if linear is None:  # a multimodal wrapper's files may use other module names than its config.json
             known = {self.scheme.default, *(rule.linear for rule in self.scheme.rules)} - {None}
             if len(known) != 1:
-                raise CheckpointError(
-                    "is quantized, but config.json has no scheme for it; copy the original config.json"
-                )
+                raise CheckpointError("is quantized, but config.json does not say how; copy the original config.json")
             (linear,) = known
         assert linear is not None
         return linear
@@ -144,7 +142,7 @@ def _note(format_: Format, tensors: Mapping[str, TensorInfo], dtype: torch.dtype
 
 
 def _stacked(infos: Mapping[str, TensorInfo]) -> int:
-    """Return the number of matrices in a stack. All parts (codes, scales, ...) must have the same number."""
+    """Return the number of matrices in a stack, which all its parts (codes, scales, ...) must have."""
     sizes = {local: info.shape[:1] for local, info in infos.items()}
     if len(set(sizes.values())) > 1 or () in sizes.values() or (0,) in sizes.values():
         listed = ", ".join(f"{local} {infos[local].shape}" for local in sorted(infos))
@@ -171,7 +169,7 @@ def _without_section(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype that config.json names and libraries dequantize to; bfloat16 if config.json names none."""
+    """Return the dtype in config.json, to which libraries dequantize; bfloat16 if config.json names no dtype."""
     inner = config.get(_TEXT)
     known = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
     for entries in (config, inner if isinstance(inner, Mapping) else {}):

@@ -52,10 +52,10 @@ class EncodedInfo(TensorInfo):
 
     @classmethod
     def of(cls, first: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype, **fields: Any) -> Self:
-        """Return the description of a weight of this shape and dtype; `first` is its first part in the file.
+        """Return the description of a weight.
 
         Args:
-            first: stored tensor that gives `file` and `offset`.
+            first: the first part; it gives `file` and `offset`.
             shape, dtype: shape and dtype of the dequantized values.
             fields: all other fields.
         """
@@ -63,7 +63,7 @@ class EncodedInfo(TensorInfo):
         return cls(kind=kind_of(dtype), shape=shape, file=first.file, offset=first.offset, num_bytes=size, **fields)
 
     def item(self, index: int) -> EncodedInfo:
-        """See `TensorInfo`; every part of the result covers only the bytes of this entry."""
+        """See `TensorInfo.item`; the parts of the result cover only the bytes of this entry."""
         parts = {name: part.item(index) for name, part in self.parts.items()}
         shape, num_bytes = self.shape[1:], self.num_bytes // self.shape[0]
         return replace(self, shape=shape, num_bytes=num_bytes, parts=parts)
@@ -168,7 +168,7 @@ class BlocksInfo(EncodedInfo):
             values = values.float() - self.added
         values = values.to(self.dtype)
         if not bool(torch.isfinite(values).all()):
-            raise CheckpointError(f"{self.where}: holds NaN or infinite values; download the file again")
+            raise CheckpointError(f"{self.where} holds NaN or infinite values; download the file again")
         return values
 
     def values(self, read: Read) -> Tensor:

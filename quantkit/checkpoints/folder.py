@@ -86,7 +86,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} holds an adapter, not a model; give its base model, and this folder as --adapter")
     if any(folder.glob("*.gguf")):
         raise ModelError(f"{folder} holds GGUF files and no config.json; {_GGUF}")
-    raise ModelError(f"{path} is missing; a model directory has config.json, *.safetensors and tokenizer files")
+    raise ModelError(f"{path} is missing; give a directory with config.json, *.safetensors and tokenizer files")
 
 
 def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -107,15 +107,17 @@ def checked_names(config: dict[str, Any], where: str) -> dict[str, Any]:
             raise ModelError(f"{where}: architectures is {shorten(classes)}, not a list of names; correct it")
         for key, name in names.items():
             if not isinstance(name, str | None):
-                raise ModelError(f"{where}: {key} is {shorten(name)}, not a name; correct it or download it again")
+                raise ModelError(
+                    f"{where}: {key} is {shorten(name)}, not a name; correct the entry, or download the file again"
+                )
     return config
 
 
 def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...], Path | None]:
     """Return all tensors of a checkpoint after checking the header of every file.
 
-    If there is an index, it assigns tensors to files, and tensors that the index does not list are not part of the
-    model. If model.safetensors exists and the index does not list it, this file replaces the index, as in transformers.
+    If there is an index, it names the file of each tensor, and tensors that it does not list are ignored. But if the
+    folder has a model.safetensors that the index does not list, only that file is read, as in transformers.
 
     Args:
         folder: folder of the model.
@@ -148,7 +150,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, TensorInfo], tuple[Path, ...],
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's tensors; with an index, all files that it lists, even missing ones."""
+    """Return the files that hold a checkpoint's tensors; if there is an index, all files in it, even missing ones."""
     index = folder / INDEX_NAME
     if is_gguf(folder):
         return list(gguf_model(folder).files)
@@ -167,7 +169,7 @@ def metadata_files(folder: Path) -> list[Path]:
     for path in files:
         if (size := path.stat().st_size) > MAX_TEXT_BYTES:
             raise CheckpointError(
-                f"{path} has {byte_size(size)}, too much for a tokenizer or licence file; move it away"
+                f"{path} has {byte_size(size)}, too much for a tokenizer or licence file; move it out of the folder"
             )
     return files
 
@@ -228,7 +230,7 @@ def _no_weights(folder: Path) -> str:
             )
     if any(folder.glob("*.gguf")):
         return f"{folder} has no safetensors files, only GGUF; {_GGUF}"
-    return f"{folder} has no safetensors files; download the weights beside config.json"
+    return f"{folder} has no safetensors files; download the weights into this folder"
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
@@ -319,9 +321,9 @@ def download(model: str, file: str | None = None) -> Path:
             return Path(hf_hub_download(model, file))
         return Path(snapshot_download(model, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_LEFT_THERE)))
     except Exception as error:
-        # The hub fails in many ways that share no class: HTTP, connection, validation, cache, missing package.
+        # The hub's errors (HTTP, connection, validation, cache, missing package) share no class.
         raise ModelError(
             f"{model!r} is not a local directory and cannot be downloaded from the hub ({type(error).__name__}: "
-            f"{first_line(error).rstrip('.')}); check the spelling and the network, log in with `hf auth login` if it "
-            "is gated, or give a directory"
+            f"{first_line(error).rstrip('.')}); check the spelling and the network, log in with `hf auth login` if the "
+            "model is gated, or give a directory"
         ) from error

@@ -110,7 +110,8 @@ class GGUFModel:
         """Return the descriptions of all tensors, keyed by name.
 
         Args:
-            codes: whether linears whose GGUF type has codes appear as the bytes of their blocks; False = as values.
+            codes: True = linears appear as the bytes of their blocks if their GGUF type is one of `SCHEMES`; False =
+                all linears appear as values.
         """
         return dict(self._tensor(name, *source, codes=codes) for name, source in self._sources.items())
 
@@ -175,7 +176,7 @@ class GGUFModel:
                 yield prefix + vectors[match[2]], (stored, None)
             elif full is None or local not in ("weight", "bias"):
                 raise CheckpointError(
-                    f"{stored.where} {stored.info.shape} does not belong to a model of this architecture"
+                    f"{stored.where} {stored.info.shape} does not belong to a model of this architecture; {_DAMAGED}"
                 )
             elif module.endswith(EXPERTS):
                 for expert in range(stored.info.shape[0] if len(stored.info.shape) > 1 else 0):
@@ -211,7 +212,7 @@ class GGUFModel:
             )
 
     def _latent_shape(self, keys: _Stored) -> tuple[int, ...]:
-        """Return the shape of `kv_b_proj`, which the file stores as one tensor for keys and one for values."""
+        """Check the two tensors that store `kv_b_proj`, one for keys and one for values; return its shape."""
         sizes, heads = self._model.latent, self._model.num_heads
         values = self._stored.get(keys.name.replace(_KEYS, _VALUES))
         assert sizes is not None
@@ -260,7 +261,7 @@ class GGUFModel:
     def _blocks(
         self, stored: _Stored, rows: TensorInfo, shape: tuple[int, ...], block: Block | None, **facts: Any
     ) -> BlocksInfo:
-        # Codes of types with minimums cannot be kept: formats store zero points as whole numbers.
+        # GGUF types with minimums get no scheme: output formats store zero points as whole numbers.
         scheme = SCHEMES.get(block.name) if block is not None else None
         scheme = scheme if scheme is not None and scheme.weight.symmetric else None
         dtype = torch.uint8 if block is None else getattr(torch, self.config["dtype"])
@@ -311,7 +312,7 @@ def _open(path: Path) -> list[GGUFFile]:
     for index, other in enumerate(paths[1:], 1):
         parts.append(read_gguf(other))
         if parts[-1].metadata.get("split.no") != index or parts[-1].metadata.get("split.count") != count:
-            raise CheckpointError(f"{other}: is not part {index + 1} of {path}; {_DAMAGED}")
+            raise CheckpointError(f"{other} is not part {index + 1} of {path}; {_DAMAGED}")
         if twice := seen & parts[-1].tensors.keys():
             raise CheckpointError(f"{other}: tensor {min(twice)} is already in an earlier part; {_DAMAGED}")
         seen |= parts[-1].tensors.keys()

@@ -31,7 +31,7 @@ _SIGMOID = 2
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Shapes of a GGUF file's tensors, and a function that reads short tensors.
+    """Access to a GGUF file's tensors: all shapes, and the values of short tensors.
 
     Args:
         where: path of the file, for messages.
@@ -45,7 +45,7 @@ class Lookup:
 
 
 class _Metadata:
-    """Metadata entries whose keys begin with the name of one architecture."""
+    """Entries of a GGUF file's metadata whose keys begin with the name of one architecture."""
 
     def __init__(self, metadata: Mapping[str, Any], name: str, where: str) -> None:
         self._entries, self._name, self._where = metadata, name, where
@@ -81,7 +81,7 @@ def build_config(metadata: Mapping[str, Any], lookup: Lookup) -> tuple[Family, d
     names = family.gguf
     assert names is not None
     if "token_embd.weight" not in lookup.shapes or len(lookup.shapes["token_embd.weight"]) != 2:
-        raise CheckpointError(f"{lookup.where}: has no matrix token_embd.weight; download the file again")
+        raise CheckpointError(f"{lookup.where} has no matrix token_embd.weight; download the file again")
     heads, hidden = entries.count("attention.head_count"), entries.count("embedding_length")
     config: dict[str, Any] = {
         "architectures": [family.hf_names[0]],
@@ -172,12 +172,12 @@ def _rotary(entries: _Metadata, config: Mapping[str, Any], family: Family, looku
     elif kind == "linear" and factor != 1:
         rope["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind not in (None, "none", "linear"):
-        raise ModelError(f"{lookup.where}: rope scaling {shorten(kind)} is not supported")
+        raise ModelError(f"{lookup.where}: RoPE scaling {shorten(kind)} is not supported; supported: yarn, linear")
     return rope
 
 
 def _divided(divisors: list[float], theta: float, where: str) -> dict[str, Any]:
-    """Return the llama3 RoPE scaling (Llama 3.1 and later) that divides the frequencies by these divisors."""
+    """Return config.json's entries of the llama3 RoPE scaling (Llama 3.1 and later) that has these divisors."""
     for original in (8192, 4096, 16384):
         factor = max(divisors, default=0.0)
         scaling = {**_LLAMA3, "factor": factor, "original_max_position_embeddings": original}

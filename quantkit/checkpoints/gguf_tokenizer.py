@@ -21,7 +21,7 @@ _CASED = (
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-# Letters with cases, as DeepSeek's tokenizer lists them: the Unicode of its day, without mathematical letters.
+# Letters with cases, as DeepSeek's tokenizer lists them: from an older Unicode version, without mathematical letters.
 _CASES = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-"
     "\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-"
@@ -63,7 +63,7 @@ PRE_TOKENIZERS: dict[str, Steps] = {
 }
 """Steps of each pre-tokenizer, (kind, pattern or flag), keyed by llama.cpp's name of the pre-tokenizer.
 
-If several names have equal steps, a GGUF file that quantkit writes gets the first name.
+If several names have the same steps, quantkit writes the first of these names into GGUF files.
 """
 
 # With these pre-tokenizers, llama.cpp keeps a word whole if it is a token, and begins a text with BOS unless the file
@@ -80,7 +80,7 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, num_rows: int) -> d
         num_rows: number of rows of the embedding.
     Raises:
         CheckpointError: entries are missing or damaged, or the vocabulary and the embedding differ in size.
-        ModelError: quantkit does not know this kind of tokenizer.
+        ModelError: the kind of tokenizer, or its pre-tokenizer, is not supported.
     """
     entries = {key.removeprefix("tokenizer."): value for key, value in metadata.items() if key.startswith("tokenizer.")}
     kind = entries.get("ggml.model")
@@ -96,7 +96,10 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str, num_rows: int) -> d
         )
     types = entries.get("ggml.token_type") or [NORMAL] * num_rows
     if len(types) != num_rows:
-        raise CheckpointError(f"{where}: tokenizer.ggml.token_type has {len(types)} entries for {num_rows} tokens")
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.token_type has {len(types)} entries, but there are {num_rows} tokens; "
+            "download the file again"
+        )
     added = [
         {"id": number, "content": token, "special": types[number] != USER}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -128,7 +131,8 @@ def token_id(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
         return None
     if type(number) is not int or not 0 <= number < len(tokens):
         raise CheckpointError(
-            f"{where}: tokenizer.ggml.{key}_token_id is {shorten(number)}, but the tokenizer has {len(tokens)} tokens"
+            f"{where}: tokenizer.ggml.{key}_token_id is {shorten(number)}, but the tokenizer has {len(tokens)} tokens; "
+            "download the file again"
         )
     return number
 
@@ -178,7 +182,10 @@ def _sentencepiece(
     """
     scores = entries.get("ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise CheckpointError(f"{where}: tokenizer.ggml.scores must have an entry for each of {len(tokens)} tokens")
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.scores must have an entry for each of {len(tokens)} tokens; "
+            "download the file again"
+        )
     mergeable = {token for token, number in vocab.items() if types[number] in (NORMAL, USER)}
     merges = [
         (-float(scores[vocab[token]]), vocab[token], at, token)

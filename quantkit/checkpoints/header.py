@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MAX_DIMS = 64
-_MAX_NAME = 1024  # characters; Python refuses to parse numbers of thousands of digits in a name
+_MAX_NAME = 1024  # characters; Python refuses to parse a number in a name if it has thousands of digits
 _DAMAGED = "the file is damaged; download or copy it again"
 
 # Kinds in the order in which the safetensors library writes them: wide types first, so every tensor is aligned.
@@ -176,8 +176,8 @@ def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
         )
     if _LENGTH_BYTES + length > file_bytes:
         raise CheckpointError(
-            f"{path} is truncated: its header ends at byte {_LENGTH_BYTES + length} "
-            f"and the file has {file_bytes}; download or copy it again"
+            f"{path} is truncated: its header ends at byte {_LENGTH_BYTES + length}, "
+            f"but the file has {file_bytes} bytes; download or copy it again"
         )
     return file.read(length)
 
@@ -185,7 +185,7 @@ def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     """Parse one entry of the header and make its offsets absolute."""
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path}: the entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
+        raise CheckpointError(f"{path}: the header entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
     if len(name) > _MAX_NAME:
         raise CheckpointError(f"{path}: tensor {shorten(name)} has a name of {len(name)} characters; {_DAMAGED}")
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -214,7 +214,7 @@ def _is_sizes(values: Any) -> TypeGuard[list[int]]:
 def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int, file_bytes: int) -> None:
     """Check that the tensors fill the file up to its end, without gaps or overlaps."""
     end, previous = data_start, "the header"
-    # An empty tensor begins where the next one does, and must come before it.
+    # An empty tensor sorts before the tensor that begins at the same byte.
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if info.offset != end:
             kind = "overlaps" if info.offset < end else "leaves a gap after"
@@ -226,7 +226,7 @@ def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int
     if file_bytes < end:
         raise CheckpointError(
             f"{path} is truncated: its header and tensors take {end} bytes ({byte_size(end)}), "
-            f"the file has {file_bytes} ({byte_size(file_bytes)}); download or copy it again"
+            f"but the file has {file_bytes} ({byte_size(file_bytes)}); download or copy it again"
         )
     if file_bytes > end:
-        raise CheckpointError(f"{path} has {file_bytes} bytes but its tensors end at byte {end}; {_DAMAGED}")
+        raise CheckpointError(f"{path} has {file_bytes} bytes, but its tensors end at byte {end}; {_DAMAGED}")

@@ -2,8 +2,8 @@
 
 FP8 with fixed scales follows the convention of compressed-tensors and vLLM: `quantization_config.kv_cache_scheme`, and
 in each attention module the tensors `k_scale` and `v_scale`, float32, of shape [1] or [key/value heads, 1, 1].
-quantkit's own entry of config.json describes all other number types and granularities, and layers that differ from the
-rest:
+quantkit's own entry of config.json describes all other number types and granularities. Under `layers` are the layers
+that differ from the scheme at the top of the entry:
 
     "quantkit_kv_cache": {"version": 1, "keys": {"dtype": "int4", "granularity": "channel"},
                           "values": {"dtype": "int4", "granularity": "token"}, "rotation": "none",
@@ -30,9 +30,9 @@ VERSION = 1
 
 _STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
 _FIXED = {"tensor": KVScheme(key=FP8_TENSOR, value=FP8_TENSOR), "attn_head": KVScheme(key=FP8_HEAD, value=FP8_HEAD)}
-# Names that tools give to tensors of a KV cache, not of a weight; matched against the end of a name.
+# Pattern for the ends of the names that tools give to scales and zero points of a KV cache.
 CACHE_TENSORS = r"\.(kv|[qkv])_scale|\.[qkv]_proj\.output_scale|\.(q|k|v|prob)_zero_point"
-# Names that tools use for the scale of keys; names for values have v instead of k. `kv_scale` is for both.
+# Names, relative to the attention module, of the scale of keys ({} = k) or values ({} = v); `kv_scale` is for both.
 _NAMES = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale", "qkv_proj.{}_scale", "kv_scale")
 
 
@@ -101,7 +101,9 @@ def read_cache_schemes(config: Mapping[str, Any], num_layers: int) -> tuple[KVSc
     if given is None and algorithm is None:
         return None
     if not isinstance(given, Mapping):
-        raise SchemeError(f"KV cache type {given or algorithm!r} is not supported; supported: FP8 with fixed scales")
+        raise SchemeError(
+            f"config.json: KV cache type {given or algorithm!r} is not supported; supported: FP8 with fixed scales"
+        )
     strategy, dynamic = given.get("strategy") or "tensor", bool(given.get("dynamic"))
     if given.get("type") != "float" or given.get("num_bits") != 8 or dynamic or strategy not in tuple(_FIXED):
         raise SchemeError(
@@ -139,7 +141,10 @@ def read_scales(
 def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
     if not isinstance(entry, Mapping) or entry.get("version") != VERSION:
         version = entry.get("version") if isinstance(entry, Mapping) else entry
-        raise SchemeError(f"{CONFIG_KEY} has version {version!r}; supported: {VERSION}. Update quantkit")
+        raise SchemeError(
+            f"config.json: {CONFIG_KEY} has version {version!r}, but this quantkit reads version {VERSION}; "
+            "update quantkit"
+        )
     layers = entry.get("layers") or {}
     if not isinstance(layers, Mapping):
         raise SchemeError(f"{CONFIG_KEY}.layers is {layers!r}; expected an object keyed by layer number")
@@ -154,7 +159,9 @@ def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
 def _checked(name: str, stored: Tensor, num_heads: int) -> Scales:
     values = stored.float().flatten().tolist()
     if len(values) not in (1, num_heads):
-        raise CheckpointError(f"{name} has {len(values)} values; expected 1, or one per head ({num_heads})")
+        raise CheckpointError(
+            f"{name} has {len(values)} values; expected 1, or one per head ({num_heads}); download the checkpoint again"
+        )
     if not all(0 < value < float("inf") for value in values):
         wrong = next(value for value in values if not 0 < value < float("inf"))
         raise CheckpointError(

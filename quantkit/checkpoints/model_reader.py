@@ -2,8 +2,8 @@
 
 Experts that are stored as one 3-D tensor appear as separate matrices, and matrices that are stored transposed appear as
 (N, K). All names have the prefix that transformers' causal LM class gives them. Tensors that transformers merges or
-splits on loading appear in their converted form. The view copies nothing; `restore` converts tensors back to the layout
-of the files.
+splits on loading appear in their converted form. Creating the view copies no tensor; `restore` converts tensors back
+to the layout of the files.
 Shapes: E experts, I width of an expert, H hidden width.
 """
 
@@ -29,7 +29,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 _T = TypeVar("_T")
 
-# Number of conversion results to keep: gate, up and down of one expert are read in turn, then those of the next expert.
+# Number of conversion results to cache: gate, up and down of one expert are read in turn, then those of the next.
 _KEPT = 2
 
 
@@ -38,7 +38,7 @@ class StoredPart:
     """The part of a stored tensor that belongs to one linear.
 
     Args:
-        stored: name of the stored tensor.
+        stored: full name of the stored tensor.
         expert: index of the expert in the first dimension; None = the tensor has no such dimension.
         outputs: slice of the stored tensor's outputs that belongs to the linear.
         transposed: whether outputs are the last dimension of the stored tensor.
@@ -93,7 +93,7 @@ class ModelReader(CheckpointReader):
         return part.of(whole).clone(memory_format=torch.contiguous_format)
 
     def stored_scheme(self, name: str) -> LinearScheme | None:
-        """See `CheckpointReader`; also None for tensors that transformers converts on loading."""
+        """See `CheckpointReader`; the result is also None for tensors that transformers converts on loading."""
         part = self._parts.get(name)
         if name in self._made or (part is not None and part.stored in self._made):
             return None
@@ -103,7 +103,7 @@ class ModelReader(CheckpointReader):
         """Return the codes (N, K) of a weight whose `stored_scheme` is not None.
 
         Raises:
-            SchemeError: the weight shares a block scale with another part of the stored tensor.
+            SchemeError: the weight and another part of the stored tensor share the scale of a block.
         """
         part, info = self._parts.get(name), self._tensors[name]
         if part is not None:
@@ -117,8 +117,8 @@ class ModelReader(CheckpointReader):
         rows = weight.scheme.block_rows
         if rows not in (1, None) and (step != 1 or start % rows):
             raise SchemeError(
-                f"{name} shares a block of {rows} outputs of {part.stored} with another linear, so its codes cannot be "
-                "kept"
+                f"{name} and another linear share a block of {rows} outputs of {part.stored}. The block has one scale, "
+                "so the codes of the two linears cannot be separated"
             )
         return weight.take_rows(torch.arange(weight.shape[0])[part.outputs])
 
@@ -152,7 +152,7 @@ class ModelReader(CheckpointReader):
             if whole_name.removesuffix("_bias") not in whole:
                 continue  # biases go with their weights
             if any(f"{name}_scale" in tensors for name in names):
-                continue  # these are codes under the names of weights; loaders look for them expert by expert
+                continue  # the weights' names hold codes, which loaders expect as one tensor per expert
             info = self._stored[whole_name]
             value = torch.empty(info.shape, dtype=restored[names[0]].dtype)
             for name in names:
@@ -160,7 +160,7 @@ class ModelReader(CheckpointReader):
                 part.of(value if part.expert is None else value[part.expert]).copy_(restored.pop(name))
             restored[whole_name] = value
         for conversion in self._conversions():
-            # Tensors that a step has changed stay in the model's form, which loaders accept too.
+            # If a step has changed a tensor, all targets stay in the model's form, which loaders accept too.
             targets = [name for name in conversion.targets if name in restored]
             same = (_same(restored[name], self._converted(name)) for name in targets)
             if len(targets) == len(conversion.targets) and all(same):
@@ -170,7 +170,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tensor for name, tensor in restored.items()}
 
     def stored_name(self, name: str) -> str:
-        """Return the name to write for a tensor of this view; a part of a stored tensor gets its own name."""
+        """Return the name of a tensor of this view in written files; parts of a stored tensor have separate names."""
         if self.family.stored_names is not None:
             return self.family.stored_names.of(name)
         for own, stored in _renamed(self.family):
@@ -183,7 +183,7 @@ class ModelReader(CheckpointReader):
         return next(iter(_with_own_names({stored: None}, self.family)))
 
     def write_converted(self, sources: Container[str]) -> bool:
-        """Make `restore` keep the converted form of stored tensors; return whether any of them is converted.
+        """Make `restore` leave stored tensors in their converted form; return whether a conversion uses any of them.
 
         Args:
             sources: names of the stored tensors.
@@ -193,7 +193,7 @@ class ModelReader(CheckpointReader):
         return bool(kept)
 
     def _conversions(self) -> list[TensorConversion]:
-        """Return the conversions that `restore` has to reverse."""
+        """Return the conversions of this view that `restore` has to reverse."""
         made = {id(item): item for item in self._made.values()}
         return [item for key, item in made.items() if key not in self._unrestored]
 
@@ -217,7 +217,7 @@ class ModelReader(CheckpointReader):
         return {self.stored_name(name): tuple(value.shape) for name, value in blank.items()}
 
     def _whole_parts(self, present: Container[str]) -> dict[str, list[str]]:
-        """Return the names of a stored tensor's parts if all are in `present`, keyed by the stored tensor's name."""
+        """Return the names of the parts of each stored tensor whose parts are all in `present`, keyed by its name."""
         parts: dict[str, list[str]] = {}
         for name, part in self._parts.items():
             parts.setdefault(part.stored, []).append(name)
@@ -270,9 +270,9 @@ class ModelReader(CheckpointReader):
         self.names = tuple(sorted(name for name in self._tensors if name not in copied))
 
     def _convert(self, family: Family) -> set[str]:
-        """Add the converted tensors to the view; return the names of the converted tensors outside the layers.
+        """Add the converted tensors to the view; return the names of those outside the layers.
 
-        These tensors are not written: the stored tensors that they are converted from are copied instead.
+        Tensors outside the layers are not written in converted form: the stored tensors are copied instead.
         """
         copied: set[str] = set()
         for conversion in family.stored_names.conversions if family.stored_names else ():
@@ -297,9 +297,9 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _renamed(family: Family) -> list[tuple[str, str]]:
-    """Return the prefixes of tensor names that differ between model and files, as pairs (model, files).
+    """Return the name prefixes that differ between model and files, as pairs (prefix in the model, prefix in files).
 
-    The pair of the output head comes first.
+    The pair of the output head, if any, comes first.
     """
     pairs = []
     if family.stored_head is not None:
@@ -311,9 +311,9 @@ def _renamed(family: Family) -> list[tuple[str, str]]:
 
 
 def _with_own_names(tensors: dict[str, _T], family: Family) -> dict[str, _T]:
-    """Rename tensors to the names of the causal LM.
+    """Return the tensors, keyed by their names in the causal LM.
 
-    Other names occur if the files were saved from a multimodal wrapper, or from the backbone alone.
+    Files have other names if they were saved from a multimodal wrapper, or from the backbone alone.
     """
     if family.stored_names is not None:
         return {own: tensors[name] for name, own in family.stored_names.own(tuple(tensors)).items()}
@@ -329,7 +329,7 @@ def _with_own_names(tensors: dict[str, _T], family: Family) -> dict[str, _T]:
 
 
 def _find_parts(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, dict[str, StoredPart]]:
-    """Find the stored tensors that the view shows in parts, transposed, or under another name.
+    """Find the stored tensors that the view splits, transposes or renames.
 
     Returns:
         Parts, keyed first by the name of the stored tensor, then by the name of the part in the view.

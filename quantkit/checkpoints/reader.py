@@ -110,7 +110,7 @@ class CheckpointReader:
         return self._tensors[name]
 
     def stored_scheme(self, name: str) -> LinearScheme | None:
-        """Return the scheme of a weight's codes; None = the weight is not quantized, or only its values can be read."""
+        """Return the scheme of a weight's codes; None if the weight is not quantized or its codes cannot be read."""
         info = self._tensors.get(name)
         return info.scheme if isinstance(info, EncodedInfo) else None
 
@@ -118,10 +118,13 @@ class CheckpointReader:
         """Check that a tensor has the shape that follows from config.json, and that it exists if required.
 
         Raises:
-            CheckpointError: the tensor is missing or has a different shape; the message names both shapes.
+            CheckpointError: the tensor is missing or has a different shape.
         """
         if name in self._tensors and (stored := self._tensors[name].shape) != shape:
-            raise CheckpointError(f"{self.path}: tensor {name} has shape {stored}, but config.json says {shape}")
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has shape {stored}, but config.json says {shape}; download the checkpoint "
+                "again, with its config.json"
+            )
         if required and name not in self._tensors:
             raise CheckpointError(
                 f"{self.path}: tensor {name} {shape} is missing; download the checkpoint again, with its config.json"
@@ -208,7 +211,7 @@ class CheckpointReader:
         return result.view(-1).view(info.dtype).view(len(rows), *info.shape[1:])
 
     def chunks(self, name: str, size: int = CHUNK_BYTES) -> Iterator[bytes | memoryview]:
-        """Yield the raw bytes of a tensor, at most `size` at a time; for a quantized weight, the bytes of its values.
+        """Yield the bytes of a tensor as stored, at most `size` at a time; of a quantized weight, those of its values.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
@@ -222,7 +225,7 @@ class CheckpointReader:
     def digests(self) -> dict[str, str]:
         """SHA-256 of all files that determine a compression (config, index, weights, tokenizer), keyed by file name.
 
-        Computed once, for several files at a time, and cached.
+        The first access computes them, several files in parallel; later accesses use the cached result.
 
         Raises:
             CheckpointError: a file cannot be read.

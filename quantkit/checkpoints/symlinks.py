@@ -27,7 +27,7 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
         folder: folder of the model; may itself be reached through a link.
         deep: whether to check all folders inside `folder`, not only those that transformers reads.
     Raises:
-        ModelError: a link leads elsewhere; the message names the link and its target.
+        ModelError: a link leads to any other place, or an entry is a pipe, a socket or a device; the message names it.
     """
     root = Path(os.path.realpath(folder))
     blobs = _blobs(root)
@@ -39,7 +39,7 @@ def check_links(folder: Path, *, deep: bool = False) -> None:
 
 
 def check_pointers(folder: Path) -> None:
-    """Refuse files that make transformers load a vocabulary outside the folder, or a different model.
+    """Refuse files that make transformers load a vocabulary from outside the folder, or a different model.
 
     Args:
         folder: folder of the model.
@@ -53,7 +53,7 @@ def check_pointers(folder: Path) -> None:
         )
     try:
         settings = read_object(folder / "tokenizer_config.json", ModelError)
-    except ModelError:  # missing or damaged: its reader reports that
+    except ModelError:  # missing or damaged: the tokenizer's loader reports this
         return
     root = Path(os.path.realpath(folder))
     for key, name in settings.items():

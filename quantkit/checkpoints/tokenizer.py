@@ -73,19 +73,19 @@ def render_chat(renderer: Any, messages: Sequence[Mapping[str, Any]], **options:
     """
     render = partial(renderer.apply_chat_template, **options, tokenize=False)
     template = str(renderer.chat_template)
-    # Only a process can be stopped inside an operation such as 10**10**10. A child for every conversation would cost
-    # a server with a large model too much, so a child renders the first one and a sample with several turns.
+    # Only a process can be stopped inside an operation such as 10**10**10. A child process for every conversation would
+    # slow down a server, so a child renders only the first conversation, and a sample with several turns.
     if _TRIED_TEMPLATES.get(renderer) != template:
         work = partial(_try_template, render, (list(messages), _TURNS))
         if not ends_well(work, seconds=_CHAT_S, num_bytes=_CHAT_BYTES):
-            raise TimeoutError(f"it takes more than {_CHAT_S:.0f} s or {_CHAT_BYTES >> 20} MiB")
+            raise TimeoutError(f"rendering takes more than {_CHAT_S:.0f} s or {_CHAT_BYTES >> 20} MiB")
         _TRIED_TEMPLATES[renderer] = template
     if any(message.get("tool_calls") for message in messages):
         messages = _with_arguments(messages, as_text=_takes_text(renderer))
     text = str(render(list(messages)))
     given = len(repr((messages, options)))
     if len(text) > _CHAT_CHARACTERS + _CHAT_GROWTH * given:  # would take a tokenizer minutes
-        raise ValueError(f"it turns {given} characters into {len(text)}")
+        raise ValueError(f"rendering turns {given} characters into {len(text)}")
     return text
 
 
@@ -112,7 +112,7 @@ def _with_argument(call: Any, as_text: bool) -> Any:
     else:
         try:
             arguments = json.loads(given or "{}") if isinstance(given, str) or given is None else given
-        except (ValueError, RecursionError):  # not JSON: the template shows it unchanged
+        except (ValueError, RecursionError):  # not JSON: the template inserts the text unchanged
             return call
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -155,12 +155,12 @@ def _check_size(folder: Path) -> None:
         with suppress(OSError):  # missing or unreadable: the loader reports it
             if file.stat().st_size > _MAX_FILE_BYTES:
                 raise ModelError(
-                    f"{file}: has {file.stat().st_size} bytes, over the limit of {_MAX_FILE_BYTES}; download it again"
+                    f"{file} has {file.stat().st_size} bytes, over the limit of {_MAX_FILE_BYTES}; download it again"
                 )
             count = file.read_bytes().count(b'"content"') if file.is_file() else 0
             if count > _MAX_ADDED_TOKENS:
                 raise ModelError(
-                    f"{file}: adds {count} tokens, over the limit of {_MAX_ADDED_TOKENS}; download it again"
+                    f"{file} adds {count} tokens, over the limit of {_MAX_ADDED_TOKENS}; download it again"
                 )
 
 
@@ -171,13 +171,13 @@ def _check_growth(folder: Path, steps: Any) -> None:
         growth = 1 if step is None else _growth(json.loads(step.__getstate__()))
         if growth > _MAX_GROWTH:
             raise ModelError(
-                f"{folder}/tokenizer.json: its {kind} may make a text {min(growth, 10**9):.0f} times as long, over the "
-                f"limit of {_MAX_GROWTH}; download it again"
+                f"{folder}/tokenizer.json has a {kind} that may make a text {min(growth, 10**9):.0f} times as long, "
+                f"over the limit of {_MAX_GROWTH}; download it again"
             )
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a step, or the steps in it, can lengthen a text."""
+    """Return the largest factor by which a normalizer or decoder, including the steps in it, can lengthen a text."""
     inner = step.get("normalizers") or step.get("decoders")
     if inner:
         # Bounded, since a product of very many factors overflows.

@@ -234,7 +234,7 @@ def test_every_pre_tokenizer_is_one(name):
         ({"tokens": ["a"]}, CheckpointError, "has 1 tokens, but the embedding has 10 rows"),
         ({"tokens": None}, CheckpointError, "not a list of texts"),
         ({"tokens": [1] * 10}, CheckpointError, "not a list of texts"),
-        ({"token_type": [1]}, CheckpointError, "has 1 entries for 10 tokens"),
+        ({"token_type": [1]}, CheckpointError, "has 1 entries, but there are 10 tokens"),
         ({"scores": None}, CheckpointError, "must have an entry for each"),
         ({"bos_token_id": 10}, CheckpointError, "bos_token_id is 10, but the tokenizer has 10 tokens"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id is 'x'"),
@@ -267,7 +267,7 @@ def test_a_file_without_a_tokenizer_has_none():
         ({"llama.attention.head_count_kv": [2, 1]}, "differs between layers"),
         ({"llama.expert_count": 4, "llama.expert_used_count": 2}, "does not belong to a model|are missing"),
         ({"llama.attention.key_length": 32}, "but the metadata requires"),
-        ({"llama.rope.scaling.type": "su"}, "rope scaling 'su' is not supported"),
+        ({"llama.rope.scaling.type": "su"}, "RoPE scaling 'su' is not supported"),
         ({"tokenizer.ggml.tokens": ["a", "b"]}, "has 2 tokens, but the embedding has 260 rows"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000"),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, "rms_norm_eps is 'x'"),
@@ -333,7 +333,7 @@ def test_values_that_are_no_numbers_are_refused(file, tmp_path):
     with (tmp_path / "m.gguf").open("r+b") as damaged:
         damaged.seek(info.offset)
         damaged.write(b"\x00\x7e")
-    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_v\.weight: holds NaN"):
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_v\.weight holds NaN"):
         open_dense(tmp_path / "m.gguf").tensor("model.layers.0.self_attn.v_proj.weight")
     with pytest.raises(CheckpointError, match="Q8_0 blocks is not finite"):
         LLM(tmp_path / "m.gguf")
