@@ -29,7 +29,7 @@ def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def set_stored(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Set a parameter or persistent buffer of a module; a buffer keeps its own dtype, as it may hold indices or flags.
+    """Set a parameter or persistent buffer of a module; a buffer keeps its dtype, because it may hold indices or flags.
 
     Args:
         module: module to modify.
@@ -113,7 +113,7 @@ class LinearExperts(nn.ModuleList):
             tokens, slots = torch.where(top_k_index == number)
             if len(tokens):
                 weighed = expert(flat[tokens]) * top_k_weights[tokens, slots, None]
-                # Routers may weigh in float32, and index_add_ takes only one dtype.
+                # The router's weights may be float32, and index_add_ takes only one dtype.
                 output.index_add_(0, tokens, weighed.to(output.dtype))
         return output.view_as(hidden_states)
 
@@ -134,7 +134,7 @@ def _activated(fused: Any, interleaved: bool, gate: Tensor, up: Tensor) -> Tenso
 
 
 def rebuild_layer(layer: nn.Module, family: Family) -> None:
-    """Replace stacked experts and transposed linears with `nn.Linear` modules, and rename modules as in checkpoints.
+    """Replace a layer's stacked experts and transposed linears with `nn.Linear`s, and name modules as in checkpoints.
 
     Args:
         layer: layer on the meta device, which is modified.
@@ -142,7 +142,7 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
     """
     gated = family.experts is None or family.experts.gated
     stacked = [name for name, module in layer.named_modules() if holds_stacked_experts(module, gated)]
-    # If there are several, e.g. for text and for images, rebuild only the one that the family names.
+    # If several modules stack experts, e.g. for text and for images, rebuild only the one that the family names.
     named = [name for name in stacked if family.experts is not None and family.experts.down.startswith(f"{name}.")]
     for name, module in list(layer.named_modules()):
         if family.experts is not None and name in (named or stacked):
@@ -184,5 +184,5 @@ def _rename(layer: nn.Module, stored: Mapping[str, str]) -> None:
         owner, _, leaf = other.rpartition(".")
         *outer, last = owner.split(".")
         if last and last not in layer.get_submodule(".".join(outer))._modules:
-            layer.get_submodule(".".join(outer)).add_module(last, nn.Module())  # only checkpoints have it
+            layer.get_submodule(".".join(outer)).add_module(last, nn.Module())  # exists only in checkpoints' names
         layer.get_submodule(owner).add_module(leaf, module)

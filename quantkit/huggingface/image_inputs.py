@@ -39,7 +39,7 @@ class ImageStem:
         model: the model, with the weights of this part on the device.
         family: family with the names of the model's parts.
         dtype, device: dtype and device of the weights.
-        missing: parameters that the checkpoint lacks.
+        missing: names of this part's parameters that the checkpoint lacks.
     """
 
     model: nn.Module
@@ -61,8 +61,8 @@ class ImageStem:
         """Build the model and read the weights before the language model.
 
         Args:
-            reader: reader that uses the names of the model's modules, see `load_rules.with_tower_names`.
-            family: family with the name of the language model.
+            reader: reader whose tensors have the model's names, see `load_rules.with_tower_names`.
+            family: family of the model; it names the language model's modules.
             token_ids: all token ids that occur.
             dtype, device: dtype and device of the weights.
         Raises:
@@ -114,10 +114,13 @@ class ImageStem:
             self.model(**given, use_cache=False)
         except _Called as call:
             arguments: dict[str, Any] = call.args[0]
-        except Exception as error:  # whatever a model raises on inputs that it was not made for
+        except Exception as error:  # a model may raise anything on inputs that it does not support
             raise ModelError(f"the model fails on a text with images: {self._reason(error)}") from error
         else:
-            raise ModelError("the model's forward does not call its language model for a text with images")
+            raise ModelError(
+                "the model's forward does not call its language model for a text with images; use calibration data "
+                "without images"
+            )
         finally:
             hook.remove()
         return self._kept(arguments)
@@ -165,7 +168,7 @@ def _tables(model: nn.Module, family: Family) -> set[str]:
 
 
 def _special_tokens(model: Any) -> Iterator[int]:
-    """Yield the ids of special tokens in config.json, such as those that mark or replace images."""
+    """Yield the ids of special tokens in config.json, such as the token that stands for an image."""
     for config in (model.config, model.config.get_text_config()):
         for name, value in vars(config).items():
             if name.endswith(("_token_id", "_token_index")) and type(value) is int and value >= 0:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUMBER = "#"  # in a path, precedes a number that is the key of a dict, not a position in a tuple
+_NUMBER = "#"  # in a path, marks a number that is a key of a dict; other numbers are positions in a tuple or list
 # Names of the cache argument of layers and models; transformers 5.24 introduces `cache` and warns about older names.
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
@@ -33,7 +33,8 @@ class LayerCall:
     Args:
         token_ids: (1, T) int64.
         hidden: hidden states before the layer, (1, T, ...) or with a leading dimension of residual streams.
-        beside: other tensors, keyed by path, e.g. `prev_topk_indices` or `shared_kv_states/full_attention/0`.
+        beside: other tensors that the layer receives, keyed by path, e.g. `prev_topk_indices` or
+            `shared_kv_states/full_attention/0`.
         inputs: arguments of the language model that the token ids do not determine: a nested structure of tensors and
             plain data, on the CPU. None = the token ids determine all arguments. See `image_inputs`.
         absent: paths of arguments that are tensors in other calls of the same shape, but not in this one.
@@ -55,7 +56,7 @@ class LayerCall:
         return self
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> "LayerCall":
-        """Move the hidden states and the tensors in `beside` to another device; token ids and `inputs` stay."""
+        """Move the hidden states and the tensors in `beside` to a device; token ids and `inputs` are not moved."""
         beside = {path: value.to(device, copy=copy) for path, value in self.beside.items()}
         return replace(self, hidden=self.hidden.to(device, copy=copy), beside=beside)
 
@@ -104,11 +105,11 @@ def hidden_states(output: Tensor | Sequence[Tensor]) -> Tensor:
 def tensors_beside(
     arguments: Any, known: Any, same: Callable[[Tensor, Tensor], bool] = torch.equal
 ) -> dict[str, Tensor]:
-    """Return the tensors in `arguments` that `known` lacks or holds with other values, keyed by path.
+    """Return the tensors in `arguments` that are missing from `known` or differ there, keyed by path.
 
     Args:
         arguments: arguments of a layer, a nested structure of dicts, tuples and lists.
-        known: arguments to compare with.
+        known: arguments of the same structure to compare with.
         same: predicate that decides whether two tensors are equal.
     """
     others = dict(_leaves(known))

@@ -1,7 +1,7 @@
 """Build a transformers model without weights and record the arguments with which it calls its layers.
 
-Only the model's own forward knows the arguments of a layer (rotary embeddings, masks). This forward runs unchanged, but
-recorders, which compute nothing, replace the layers.
+Only the model's own forward knows the arguments of a layer (rotary embeddings, masks). This forward runs unchanged,
+with each layer replaced by a recorder, which by default computes nothing.
 """
 
 import inspect
@@ -40,10 +40,10 @@ class Recorder(nn.Module):
     Args:
         layer: the replaced layer.
         last: whether this recorder ends the forward pass.
-        length: length of the tuple, hidden states first, that the model expects from a layer; 0 = no tuple.
+        length: length of the tuple that the model expects from a layer, hidden states first; 0 = no tuple.
         shape: list shared by all recorders. It begins with the shape (batch size, tokens); the first recorder appends
             the full shape of the hidden states.
-        compute: computation to run; None = return the input.
+        compute: computation of the layer; None = return the input.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ def pass_through(
         model: the model; only parameters that are used before the layers must be off the meta device.
         backbone: name of the module that takes `inputs` and passes hidden states through the layers.
         layers: name of the list of layers.
-        computed: computations to run in some layers, keyed by layer number. If any are given, the run ends at the layer
-            after the last of these layers.
+        computed: computations of the layers that are to run, keyed by layer number. If there are any, the run ends at
+            the layer after the last of them.
         inputs: `inputs_embeds`, hidden states (B, T, D), or `input_ids` (B, T), and further arguments.
     Returns:
         A recorder for each layer that was reached.
@@ -152,7 +152,7 @@ def _pass(
 def build_model(reader: CheckpointReader) -> nn.Module:
     """Build the transformers model of a checkpoint's config, with parameters on the meta device and buffers in memory.
 
-    The model's class is the one that config.json names, if transformers has it; otherwise the config's causal LM class.
+    See `config_and_class` for the class of the model.
 
     Raises:
         ModelError: transformers cannot build the model.

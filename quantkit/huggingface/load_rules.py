@@ -62,8 +62,8 @@ class Problems:
         missing: tensors of the model that no stored tensor provides.
         unexpected: stored tensors that the model does not use.
         mismatched: stored tensors whose shapes differ from the model's, with both shapes.
-        unconverted: tensors of the model for which a rule fails or gives a wrong result, with the reason.
-        modules: quantized modules with an unexpected or unconverted tensor, with the reason.
+        unconverted: reason of the problem, keyed by tensor of the model for which a rule fails or gives a wrong result.
+        modules: reason of the problem, keyed by quantized module with an unexpected or unconverted tensor.
         sources: stored tensors that a failing rule uses and that belong to no quantized module.
     """
 
@@ -75,7 +75,7 @@ class Problems:
     sources: set[str] = field(default_factory=set)
 
     def but(self, known: Callable[[str], bool]) -> "Problems":
-        """Return the problems without the tensors for which `known` is true."""
+        """Return the problems of all tensors and modules for whose names `known` is false."""
         return Problems(
             missing=[name for name in self.missing if not known(name)],
             unexpected=[name for name in self.unexpected if not known(name)],
@@ -177,9 +177,9 @@ class HfLoader:
 
         Args:
             tensors: tensors of the checkpoint, by name.
-            sample: returns the tensor with this name, or instead a different tensor of the same kind.
-            decoded: returns the name that the weight of a quantized module has in an unquantized checkpoint, and the
-                decoded sample.
+            sample: function of a tensor's name; returns this tensor or another tensor of the same kind.
+            decoded: function of a quantized module's name; returns the name of the module's weight in an unquantized
+                checkpoint, and the weight decoded from the samples.
         Raises:
             ModelError: this version of transformers does not expose its rules.
         """
@@ -247,7 +247,7 @@ class HfLoader:
         return [name for name, other in tied.items() if other in reached or name in reached]
 
     def _adjusted(self, kind: str, names: set[str]) -> list[str]:
-        """Return the sorted names without those that transformers declares ignorable."""
+        """Return the names of one kind, sorted, without those that transformers ignores for this model."""
         info = types.SimpleNamespace(missing_keys=set[str](), unexpected_keys=set[str]())
         setattr(info, kind, names)
         self._model[0]._adjust_missing_and_unexpected_keys(info)
@@ -352,6 +352,6 @@ def with_tower_names(family: Family, reader: CheckpointReader) -> Family:
         return family
     renaming = Renaming.of(build_model(reader))
     if renaming is None:
-        raise ModelError("quantizing modules outside the language model needs transformers 5 or later")
+        raise ModelError("quantizing modules outside the language model needs transformers 5 or later; install it")
     names = find_stored_names(renaming, reader, f"{family.backbone}.")
     return replace(family, stored_names=names, stored_prefix=None, stored_head=None)

@@ -69,7 +69,7 @@ class Renaming:
         """Return the destination of each stored tensor, keyed by the tensor's name in the files."""
         from transformers.core_model_loading import WeightConverter, dot_natural_key
 
-        # Rules may remember earlier names, so use copies once, on names in transformers' order.
+        # Rules may keep state from name to name, so apply fresh copies, to names in transformers' order.
         rules = copy.deepcopy(self.rules)
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -86,7 +86,7 @@ class Renaming:
             return Destination(target=target, renamed=target, pattern=None)
         renamed = rename_source_key(name, renamings, [])[0]
         joined = rename_source_key(renamed, [], converters)[0]
-        # transformers adds or removes the backbone's prefix last.
+        # transformers adds or removes the backbone's prefix after all rules.
         if target == f"{prefix}.{joined}":
             renamed = f"{prefix}.{renamed}"
         elif joined == f"{prefix}.{target}":
@@ -112,9 +112,10 @@ class Renaming:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def divides(self, sources: Mapping[str, Destination]) -> bool:
-        """Whether the rule for `sources`, which share one target, both joins and splits tensors.
+        """Whether one rule joins the tensors in `sources` and splits the result; each result may then need all sources.
 
-        Each resulting tensor may then need all sources.
+        Args:
+            sources: destinations with one common target, keyed by the stored tensor's name in the files.
         """
         rule = self._rule(sources)
         return len(rule.target_patterns) > 1 and len(sources) > 1
@@ -164,9 +165,9 @@ def find_stored_names(renaming: Renaming, reader: CheckpointReader, backbone: st
 
 
 def _is_expert(renaming: Renaming, name: str, destination: Destination) -> bool:
-    """Whether a stored tensor is one expert's part of a stacked tensor; quantkit treats it as a separate linear.
+    """Whether a stored tensor is one expert's part of a stacked tensor, which quantkit treats as a separate linear.
 
-    False if files number the experts of several modules consecutively, as Ernie does for text and images.
+    The result is False if files number the experts of several modules consecutively, as Ernie does for text and images.
     """
     owner = destination.target.rpartition(".")[0]
     if renaming.divides({name: destination, "": destination}):

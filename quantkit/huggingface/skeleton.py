@@ -40,7 +40,7 @@ class Skeleton:
 
     Args:
         reader: reader of the checkpoint.
-        family: family with the names of the model's parts.
+        family: family of the model; it names the model's modules.
         dtype: dtype of loaded weights.
         device: device of loaded layers.
     Raises:
@@ -202,11 +202,13 @@ class Skeleton:
             CheckpointError: the tensor contains NaN or infinity.
         """
         value = self.reader.tensor(self._stored(full))
-        # Report the tensor by name here: during calibration of later layers, nobody can tell where a NaN came from.
+        # Checked here, where the tensor's name is known: calibration cannot tell from which tensor a NaN comes.
         # Check the minimum and maximum, because `isfinite` of each number takes several copies of the tensor.
         if value.is_floating_point() and value.numel() and not all(map(torch.isfinite, value.aminmax())):
             bad = int((~torch.isfinite(value)).sum())
-            raise CheckpointError(f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values")
+            raise CheckpointError(
+                f"{self.reader.path}: tensor {full} holds {bad} NaN or infinite values; download the checkpoint again"
+            )
         return value
 
     def _load_stem(self) -> None:
@@ -313,7 +315,7 @@ class Skeleton:
         return norm.to(self.device), weight.to(self.device, self.dtype), biases
 
     def hand_on(self) -> None:
-        """Make all later calls run the layers through the model's own forward; see `Family.hands_on`."""
+        """Run the layers inside the model's own forward from now on; see `Family.hands_on`."""
         self.family = replace(self.family, hands_on=True)
         self._arguments.clear()
 
@@ -335,9 +337,7 @@ class Skeleton:
         return run
 
     def _call(self, index: int, before: LayerCall, recorder: Recorder) -> LayerCall:
-        """Convert a recorder's record to the `LayerCall` of layer `index`; `before` is an earlier call of the same
-        sequence.
-        """
+        """Return the call of layer `index` from a recorder's record; `before` is an earlier call of the sequence."""
         assert recorder.hidden is not None
         usual = moved(self._usual_arguments(index, before), "cpu")
         beside = {path: value.clone() for path, value in tensors_beside(recorder.arguments, usual).items()}

@@ -1,11 +1,10 @@
 """Memory layout of keys and values: one page of one layer, its bytes, and how many pages fit a budget.
 
-Allocator, kernels and planner use the same functions, so planned and allocated bytes are equal. `reference.kv_codes`
-defines how numbers are rounded.
+`models.kv_sizes` defines the bytes of a page; this module adds torch types. Allocator, kernels and planner use the same
+functions, so planned and allocated bytes are equal. `reference.kv_codes` defines how numbers are rounded.
 
-`models.kv_sizes` defines the bytes of a page; this module adds torch types.
-
-INT4 packs channel i and channel i + D/2 into byte i, so that a score is two half-dots without a shuffle:
+INT4 packs channel i and channel i + D/2 into byte i. A score is then the sum of two dot products over D/2 channels, and
+needs no shuffle:
 
     byte    0          1                D/2-1
     low   │ dim 0    │ dim 1    │ ... │ dim D/2-1 │     q[:D/2] . low
@@ -87,7 +86,7 @@ class KVViews:
 
     @property
     def residuals(self) -> list[tuple[PagedArray, Tensor]]:
-        """Keys and values that wait in a residual window until their page is complete, with the window."""
+        """(array, window) of the keys and of the values, if they wait in a residual window for a complete page."""
         sides = ((self.key, self.key_residual), (self.value, self.value_residual))
         return [(array, window) for array, window in sides if window is not None]
 
@@ -105,7 +104,7 @@ class KVLayout:
         page_size: tokens per page, S.
         dtype: dtype of unquantized keys and values, of the residual window, and of the computation.
         is_windowed: whether the layer sees only the newest tokens.
-        cache: number types (by default `dtype` for both), and the fixed scales of granularity "tensor" and "head".
+        cache: number types of keys and values (by default `dtype`), and the fixed scales of types that have these.
     Raises:
         SchemeError: no kernel supports the scheme, or the channels do not fill whole bytes.
     """
@@ -154,7 +153,7 @@ class KVLayout:
 
     @property
     def residual_tokens(self) -> int:
-        """Number of tokens in a sequence's residual window; 0 if keys have none.
+        """Number of tokens in a sequence's residual window; 0 if the layer has none.
 
         The window holds one page, plus the maximum number of tokens that the engine may discard after a step (rejected
         drafts).
@@ -261,12 +260,12 @@ class EntryLayout:
     Each running sequence also has a row with a window of single tokens and the inputs of its next entries.
 
     Args:
-        shape: shape of the layer's cache; `has_rows` must be true.
+        shape: shape of the layer's cache; its `has_rows` must be true.
         page_size: tokens per page.
         dtype: dtype of unquantized values.
         scheme: number types; entries and single tokens both use the type of the keys.
     Raises:
-        SchemeError: INT4 entries or indexer keys have an odd number of channels, or a type has fewer than 4 bits.
+        SchemeError: the number type has fewer than 4 bits, or has 4 bits and a number of channels is odd.
     """
 
     shape: AttentionShape
@@ -284,7 +283,7 @@ class EntryLayout:
 
     @property
     def form(self) -> KVForm:
-        """The layout as a `KVForm`, from which bytes are predicted."""
+        """The layout as a `KVForm`, from which planning computes bytes."""
         return kv_sizes.form_of_schemes("", [self.scheme], self.dtype.itemsize)
 
     @property
@@ -306,7 +305,8 @@ def kv_scheme(name: str, *, latent: bool = False) -> KVScheme:
 
     Args:
         name: auto, bf16, fp16 or fp32 (not quantized, see `kv_dtype`), fp8, int8, int4, k4v3, k4v2, k3v2.
-        latent: whether the keys are also the values. INT8 keys then have scales per token instead of per channel.
+        latent: whether the keys are also the values, as in latent attention. INT8 keys then have scales per token
+            instead of per channel.
     Raises:
         SchemeError: the name is unknown.
     """
@@ -334,7 +334,7 @@ def residual_bytes(layouts: Sequence[Layout], max_sequences: int) -> int:
 
 
 def pages_for_budget(layouts: Sequence[Layout], max_sequences: int, budget_bytes: int) -> int:
-    """Return how many pages fit into the budget beside the residual windows; 0 if the windows alone do not fit."""
+    """Return how many pages of all layers fit into the budget next to residual windows and states; 0 if none fit."""
     left = budget_bytes - residual_bytes(layouts, max_sequences)
     # If all layers are recurrent, pages take no bytes and only count tokens.
     return max(0, left // max(1, page_bytes(layouts)))

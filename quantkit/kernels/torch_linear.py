@@ -19,7 +19,7 @@ _INT_MM_ROWS = 32
 
 
 def fits_int_mm(weight: QuantizedTensor) -> bool:
-    """Whether `torch._int_mm` takes a weight (N, K) of this shape on CUDA."""
+    """Whether `torch._int_mm` on CUDA supports the shape (N, K) of a weight."""
     return weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
 
 
@@ -29,7 +29,7 @@ def int_mm_rows(count: int) -> int:
 
 
 def is_int8_by_output(weight: QuantizedTensor, inputs: str) -> bool:
-    """Whether weight and inputs are INT8 with scales that can be applied after summation."""
+    """Whether weight and inputs are INT8 and scales can be applied after summation: one per output, no zero points."""
     is_int8 = inputs == weight.scheme.dtype.name == "int8"
     return is_int8 and weight.zero_point is None and weight.scale.shape[1] == 1
 
@@ -74,8 +74,8 @@ def linear_of(source: LinearSource) -> Linear | None:
     """Build the layer on a torch kernel; None if torch has no kernel for it.
 
     Args:
-        source: settings of the layer. The groups of its weight must be in input order, and quantized activations must
-            have one scale per token.
+        source: the weight, with groups in input order, and settings. Activations, if quantized, have one scale per
+            token.
     """
     if source.activation is None:
         return _Int4Linear(source) if _can_int4(source) else None
@@ -94,7 +94,7 @@ def _can_int4(source: LinearSource) -> bool:
 
 
 class _Int4Linear(Linear):
-    """INT4 weights, bf16 inputs, by torch's `_weight_int4pack_mm`: value = (code - 8) * scale + zero.
+    """A linear with INT4 weights and bf16 inputs on torch's `_weight_int4pack_mm`: value = (code - 8) * scale + zero.
 
     Scales and zeros are rounded to bf16, as the kernel requires.
     """

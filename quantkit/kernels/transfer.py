@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to the next allowed array start: Triton compiles again for addresses not aligned to 16 bytes."""
+    """Round up to a multiple of 16 bytes, because Triton compiles a kernel again for addresses that are not."""
     return -(-num_bytes // 16) * 16
 
 
@@ -25,10 +25,10 @@ def send(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:
     """Return the arrays as tensors on a device.
 
     Args:
-        device: target device. For the CPU nothing is copied: the tensors are views.
+        device: target device. For the CPU, nothing is copied: the tensors are views of the arrays.
         arrays: arrays of any shapes and numeric types; may be changed after the call unless the device is the CPU.
     Returns:
-        A tensor of the same shape and type for each array; on a device, they share one memory block.
+        A tensor of the same shape and type for each array. On a device other than the CPU, they share one memory block.
     """
     if device.type == "cpu":
         return tuple(torch.from_numpy(array) for array in arrays)
@@ -43,7 +43,7 @@ def _in_one_piece(device: torch.device, arrays: tuple[Array, ...]) -> tuple[Tens
         memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     there = host.to(device, non_blocking=True)
     return tuple(
-        # The dtype by way of an empty tensor: torch has no public table from numpy's names to its own.
+        # An empty tensor gives the dtype, because torch has no public table from numpy's dtypes to its own.
         there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for start, array in placed
     )

@@ -41,11 +41,11 @@ class ForwardBatch:
         logit_rows: (R,) int64, indices of the new tokens whose logits are needed, ascending.
         query_lengths: number of new tokens per sequence, on the host.
         context_lengths: number of cached tokens per sequence after this step, on the host.
-        sequence_ids: stable number of each sequence, for models that keep their own state.
+        sequence_ids: number of each sequence, the same in all steps, for models that keep their own state.
         text_positions, text_lengths: like positions and context_lengths, but counting evicted tokens; None = no token
             was evicted. Rotary embeddings use these, see `in_text`.
         adapters: name of each sequence's adapter, None = the base model; empty = no sequence uses an adapter.
-        is_fixed: whether the tensors are reused for many steps of a captured graph, so that host values do not apply.
+        is_fixed: whether a captured graph reuses the tensors for many steps. The values on the host are then invalid.
     """
 
     token_ids: Tensor
@@ -82,7 +82,7 @@ class ActivationQuantization:
 
     Args:
         name: int8 or fp8.
-        step: calibrated scale for all rows; None = each row has its own scale, from its largest absolute value.
+        step: calibrated scale of all rows; None = the scale of each row follows from its largest absolute value.
     """
 
     name: str
@@ -90,7 +90,7 @@ class ActivationQuantization:
 
 
 class LinearFacts:
-    """Facts about a linear. A stack of experts keeps them after the linear itself is freed.
+    """Shape, size and description of a linear. A stack of experts keeps them after the linear itself is freed.
 
     Args:
         shape: (N, K).
@@ -117,7 +117,8 @@ class LinearSettings:
         dtype: dtype of the computation.
         device: target device.
         rounds_inputs: whether a kernel may round inputs to int16, with one scale per at most 64 neighbouring inputs.
-            The error is usually smaller than that of a 16-bit dtype, so this is allowed if float32 only replaces one.
+            The error is usually smaller than that of a 16-bit dtype. So this is allowed if the model's dtype has 16
+            bits and quantkit computes in float32 instead.
     """
 
     bias: Tensor | None = None
@@ -197,8 +198,8 @@ class WrappedLinear(Linear):
 class QuantizedActivations:
     """Inputs of a linear as 8-bit codes with one scale per row, quantized by the operation that produced them.
 
-    Only linears with `activation_quantization` receive them instead of a tensor. This is decided when a model is
-    loaded, so functions in between declare their arguments as `Tensor` and do not check.
+    Only linears with `activation_quantization` receive such inputs instead of a tensor. The linears are chosen when a
+    model is loaded, so functions between operation and linear declare their arguments as `Tensor` and do not check.
 
     Args:
         codes: at least (T, K), contiguous; int8, or uint8 holding e4m3. Rows past T are unused.
@@ -219,7 +220,7 @@ class StackedExperts(Protocol):
 
     @property
     def linears(self) -> tuple[LinearFacts, ...]:
-        """The linears in the stack, two per expert."""
+        """Shape, size and description of the linears in the stack, two linears per expert."""
 
     def __call__(
         self,

@@ -46,17 +46,20 @@ ALIASES: dict[str, tuple[str, ...]] = {
 _AT_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000, "num_nextn_predict_layers": 10_000}
 
 _FULL = ("full_attention", "attention", "global_attention", "indexed_attention")
+# For each layer type with a window: the key of the window's size.
 _WINDOWED = {
     "sliding_attention": "sliding_window",
     "local_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
+# Layer types by letter of hybrid_override_pattern.
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+# Model types whose layers keep a state.
 _STATE_SPACE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2")
 
 
 def check_repeats(config: Mapping[str, Any], where: str) -> None:
-    """Refuse absurd layer and expert counts in config.json and its sections, before a library builds that many modules.
+    """Refuse implausible layer and expert counts in config.json, before a library builds that many modules.
 
     Raises:
         ModelError: a count exceeds its limit.
@@ -158,7 +161,7 @@ class ConfigReader:
         return None if key is None or self.get(key) is None else self.number(key)
 
     def flag(self, key: str | bool | None, default: bool = False) -> bool:
-        """Return whether an entry is true. If `key` is a bool, return it; if `key` is None, return the default."""
+        """Return whether an entry is true. If `key` is a bool, return this bool; if it is None, return the default."""
         if not isinstance(key, str):
             return default if key is None else key
         value = self.get(key)
@@ -203,7 +206,7 @@ class ConfigReader:
 
 
 def count_layers(read: ConfigReader) -> int:
-    """Return the number of decoder layers: the count in config.json, or else the length of the list of layer types."""
+    """Return the number of decoder layers: `num_hidden_layers`, or else the length of the list of layer types."""
     types = _types(read)
     return read.count("num_hidden_layers", default=len(types) if isinstance(types, list) else None)
 
@@ -217,7 +220,7 @@ def _types(read: ConfigReader) -> Any:
 
 
 def halves_by_layer(read: ConfigReader, family: Family) -> tuple[bool, ...]:
-    """Return for each layer whether it is only an MLP or experts, without attention; see `Family.one_half`."""
+    """Return for each layer whether it has no attention, only an MLP or experts; see `Family.one_half`."""
     count = count_layers(read)
     if not family.one_half:
         return (False,) * count
@@ -237,8 +240,8 @@ def windows_by_layer(read: ConfigReader, family: Family) -> tuple[int | None, ..
     model_type = read.get("model_type")
     if family.recurrent is None and (model_type in _STATE_SPACE or read.flag("is_attention_free")):
         raise ModelError(
-            f"{read.where}: {model_type} keeps a state instead of keys and values, but plan supports only attention "
-            "layers; give --params to plan the weights alone"
+            f"{read.where}: layers of {model_type} keep a state instead of keys and values, but plan supports only "
+            "attention layers; give --params to plan the weights alone"
         )
     rule, types = family.window, _types(read)
     if types is not None and (rule is None or rule.rule != "all"):
@@ -269,7 +272,7 @@ def _checked_types(read: ConfigReader, types: Any, count: int) -> list[str]:
     if len(names) != count:
         raise ModelError(
             f"{read.where}: layer_types has {len(names)} entries; expected one (full_attention or sliding_attention) "
-            f"for each of the {count} layers"
+            f"for each of the {count} layers; correct it"
         )
     return names
 
@@ -344,5 +347,7 @@ def positions_by_layer(read: ConfigReader, family: Family, windows: tuple[int | 
         interval = read.count("no_rope_layer_interval")
         return [(index + 1) % interval != 0 for index in range(len(windows))]
     if not isinstance(listed, list) or len(listed) != len(windows):
-        raise ModelError(f"{read.where}: no_rope_layers must be a list of 0 or 1 for each of the {len(windows)} layers")
+        raise ModelError(
+            f"{read.where}: no_rope_layers must be a list with 0 or 1 for each of the {len(windows)} layers; correct it"
+        )
     return [bool(item) for item in listed]

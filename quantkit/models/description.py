@@ -33,7 +33,7 @@ class ExpertsShape:
         shared_width: total intermediate size of the shared experts; None = no shared experts.
         scoring: function that converts router logits to scores.
         num_groups, chosen_groups: number of expert groups, and number of best groups from which experts are chosen.
-        group_rule: score of a group: that of its best expert ("best"), or the sum of its two best scores ("two").
+        group_rule: how a group is scored: by its best expert ("best") or by the sum of its two best scores ("two").
         scale: factor on the scores of the chosen experts.
     """
 
@@ -93,7 +93,7 @@ class ModelDescription:
         num_heads, num_kv_heads, head_dim: query heads, key/value heads and channels per head.
         windows: per layer, the number of tokens that a token attends to, including itself; None = no window.
         recurrent: per layer, whether the layer keeps a state instead of keys and values.
-        only_mlp: per layer, whether the layer is an MLP or experts without attention; see `Family.one_half`.
+        only_mlp: per layer, whether the layer has no attention, only an MLP or experts; see `Family.one_half`.
         with_experts: per layer, whether the layer has experts instead of an MLP.
         qk_norm: whether queries and keys are normalized.
         parallel: whether attention and MLP read the same residual stream.
@@ -241,7 +241,7 @@ def _experts(read: ConfigReader, data: Experts) -> ExpertsShape:
 
 
 def _groups(read: ConfigReader, data: Experts, count: int, chosen: int) -> dict[str, Any]:
-    """Return the number of expert groups, the number of groups from which experts are chosen, and the group rule."""
+    """Return the fields of `ExpertsShape` that describe groups of experts."""
     groups = read.count("n_group", default=1) if data.groups and read.get("topk_method") != "greedy" else 1
     kept = read.count("topk_group", default=1) if groups > 1 else 1
     if count % groups or kept > groups or kept * (count // groups) < chosen:

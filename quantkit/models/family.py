@@ -78,11 +78,12 @@ class Window:
     """Rule for which layers see only the last `sliding_window` tokens; `layer_types` overrides every rule except "all".
 
     Args:
-        rule: layers with a window: "all"; "listed" = all unless `layer_types` exists; "pattern" = all but every n-th;
-            "upper" = from layer `max_window_layers` on; "even_lower" = every second layer before that layer; "none".
+        rule: which layers have a window. "all"; "listed" = all unless `layer_types` exists; "pattern" = all but every
+            n-th; "upper" = from layer `max_window_layers` on; "even_lower" = every second layer before that layer;
+            "none".
         switch: key that turns the rule on; None = on if `sliding_window` is set.
-        pattern: default of n if config.json has no `sliding_window_pattern`.
-        first: for "pattern", the first of each n layers has no window, instead of the last.
+        pattern: n of "pattern", if config.json has no `sliding_window_pattern`.
+        first: for "pattern", whether the first of each n layers has no window, instead of the last.
     """
 
     rule: Literal["all", "listed", "pattern", "upper", "even_lower", "none"]
@@ -101,13 +102,14 @@ class Rope:
         local_scaled: whether wavelengths in layers with a window are scaled like those of other layers.
         partial: share of each head's channels that are rotated.
         width: key of the number of rotated channels per head; it overrides `partial`.
-        interleaved: whether channels 2i and 2i+1 form a pair, not i and i + R/2; a key (default true) or a constant.
+        interleaved: whether channels 2i and 2i+1 form a pair, instead of i and i + R/2 (of R rotated channels); a
+            constant, or a key whose default is true.
         grows: whether queries are multiplied by 1 + `llama_4_scaling_beta` * log(1 + floor(position / original
             length)).
         fixed_alpha: whether "dynamic" scaling with an `alpha` enlarges the base independently of the length.
-        layers: layers with rotary positions: "all"; "window": those with a window; "local": likewise, but all layers if
-            the model has no windows; "listed": those with a 1 in `no_rope_layers` (default: all but every n-th, n =
-            `no_rope_layer_interval`); "named": all if `position_embedding_type` is "rope".
+        layers: which layers have rotary positions. "all"; "window" = layers with a window; "local" = likewise, but all
+            layers if the model has no windows; "listed" = layers with a 1 in `no_rope_layers`, or without that entry
+            all but every n-th, n = `no_rope_layer_interval`; "named" = all if `position_embedding_type` is "rope".
         by_layer: keys of the RoPE entries for layers without and with a window, if each kind has its own entries.
         theta_key: key of the base in layers without a window, if both kinds of layers share their RoPE entries.
         attention_factor: default of YaRN's attention factor; None = derive it from `factor`.
@@ -174,8 +176,8 @@ class Experts:
         balance: per-expert bias that balances how often experts are chosen.
         balance_rows: size of an additional leading dimension of `balance` in files; 0 = none.
         scoring: function that converts router logits to scores.
-        groups: experts are chosen from the `topk_group` best of `n_group` groups. A group's score is that of its best
-            expert ("best"), or the sum of its two best scores ("two"). None = no groups.
+        groups: how groups are scored, if experts are chosen from the `topk_group` best of `n_group` groups: by the best
+            expert ("best") or by the sum of the two best scores ("two"). None = no groups.
         scale: key of the factor on the scores of the chosen experts.
         exact: whether the router computes in float32.
     """
@@ -219,8 +221,9 @@ BALANCED_EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Biases:
-    """Which modules have biases: constants, or keys of config.json. Used to count parameters; a checkpoint's files may
-    lack biases that are counted here.
+    """Which modules have biases, as constants or keys of config.json.
+
+    This counts parameters. The files of a checkpoint may lack biases that are counted here.
 
     Args:
         qkv, output: whether the projections of attention have biases.
@@ -255,7 +258,8 @@ class Family:
         stored_names: names of tensors in files, if a loader renames more than the prefix of the backbone.
         published: function from tensor names in files to `StoredNames`, or to None if files use transformers' names.
         stored_prefix: prefix of the backbone's tensors in files, if it differs from `backbone`.
-        hands_on: whether the model must run its layers, as they exchange more than hidden states or read token ids.
+        hands_on: whether layers can run only inside the model's own forward, because they exchange more than hidden
+            states or read token ids.
         parts: names of a layer's modules.
         norm: kind of all norms; "bare" norms have no weights.
         norm_offset: number added to the weights of all norms.
@@ -275,7 +279,7 @@ class Family:
         transposed: relative names of linears that are stored as (K, N).
         stored_modules: names of a layer's modules in checkpoints, keyed by transformers' names, if these differ.
         stored_tensors: names of a layer's other tensors in checkpoints, keyed by transformers' names, if these differ.
-        compressed_experts: whether transformers can load quantized experts that are stored expert by expert.
+        compressed_experts: whether transformers can load quantized experts if each is stored in its own tensors.
         decode_at_load: whether loaders must decode the linears first, because transformers accesses their weights.
         unread: prefixes of the names of tensors that checkpoints have but no part of the model reads.
         mtp: heads that predict further tokens; None = the family has none, or they are not described.
@@ -285,9 +289,9 @@ class Family:
         block: function of config.json and a layer's number; returns attention, and all tensors but norms and experts.
         wrappers: `architectures` entries of multimodal models whose language model quantkit's own layers can run; their
             `text_config` describes it.
-        only: entries that config.json may have only with these values; with others, the family does not describe the
-            model although `hf_names` match. A null, and 0, count as absent.
-        known: False if planning can only count the family's layers as if they were Llama's.
+        only: values that config.json must have for these keys, if it has the keys. With a different value, the family
+            does not describe the model, even if `hf_names` match. A null, and 0, count as absent.
+        known: False for `families.UNKNOWN`, whose layers planning counts as if they were Llama's.
     """
 
     hf_names: tuple[str, ...] = ()

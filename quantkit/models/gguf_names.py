@@ -73,14 +73,14 @@ def vector_names(model: ModelDescription) -> dict[str, str]:
 
 
 def interleaved_heads(model: ModelDescription) -> dict[str, int]:
-    """Return the number of heads of each linear whose rows GGUF files interleave, keyed by the linear's name."""
+    """Return the linears whose rows GGUF files reorder within each head, as {linear's name: number of heads}."""
     if model.family.gguf is None or not model.family.gguf.interleaved:
         return {}
     return dict(zip(model.family.parts.qkv[:2], (model.num_heads, model.num_kv_heads), strict=False))
 
 
 def norm_modules(model: ModelDescription) -> set[str]:
-    """Return the names of all norms, whose weights include the family's offset in GGUF files.
+    """Return the names of all norms. In GGUF files, their weights include the family's `norm_offset`.
 
     Names are relative to the layer, except that of the final norm.
     """

@@ -37,7 +37,7 @@ def kept_tokens(budget: int | float | None, length: int) -> int:
 
 
 def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
-    """Return the page size, halved until the budget is large enough for it, but not below 16 tokens per page.
+    """Halve the page size until the budget is valid for it, but not below 16 tokens per page; return the result.
 
     Args:
         tokens: the budget.
@@ -50,7 +50,7 @@ def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
 
 
 def _least_tokens(page_size: int, window: int) -> int:
-    """Return the smallest valid budget: room for the sinks, the newest tokens, an open page, and rounding to pages."""
+    """Return the smallest valid budget: it holds the sinks, the newest tokens, an open page, and rounding to pages."""
     beside = (_first_candidate(page_size) + 2) * page_size
     return next(tokens for tokens in count(beside) if tokens >= _recent_tokens(tokens, window) + beside)
 
@@ -107,7 +107,7 @@ class KVBudget:
         return self.tokens - 1 + self.chunk
 
     def surplus(self, kept: int) -> int:
-        """Return how many pages of a sequence with `kept` tokens to evict so that one more token fits."""
+        """Return the number of pages to evict from a sequence with `kept` cached tokens so that one more token fits."""
         return max(0, -(-(kept + 1 - self.tokens) // self.page_size))
 
     def until_due(self, computed: int, kept: int, prompt: int, chunk: int) -> int:
@@ -125,5 +125,5 @@ class KVBudget:
         return due - computed
 
     def is_due(self, computed: int, kept: int, prompt: int, chunk: int) -> bool:
-        """Whether to evict pages after this many tokens; see `until_due`."""
+        """Whether to evict pages now; for the arguments, see `until_due`."""
         return kept >= self.tokens and (computed >= prompt or computed % chunk == 0)

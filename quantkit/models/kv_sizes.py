@@ -126,19 +126,19 @@ def padded_bytes(arrays: dict[str, PageArray]) -> int:
 
 
 def has_residual(key: Side) -> bool:
-    """Whether the newest keys wait in a residual window until their page is full, because scales are per channel."""
+    """Whether the newest keys wait in a residual window until their page is full: if their scales are per channel."""
     return key.granularity == "channel"
 
 
 def has_value_residual(key: Side, value: Side) -> bool:
-    """Whether the newest values wait in the window too: if keys wait, and values have scales per token."""
+    """Whether the newest values wait in a residual window too: if keys do and values have scales per token."""
     return has_residual(key) and value.granularity == "token"
 
 
 def residual_tokens(key: Side, page_size: int = DEFAULT_PAGE_SIZE) -> int:
-    """Return the number of tokens in the residual windows beside keys that are quantized per channel; 0 for other keys.
+    """Return the number of tokens in a sequence's residual window; 0 unless keys are quantized per channel.
 
-    The window holds one page, which is quantized only when it is full, and `MAX_ROLLBACK` tokens.
+    The window holds one page, which is quantized only when it is full, and `MAX_ROLLBACK` further tokens.
     """
     return page_size + MAX_ROLLBACK if has_residual(key) else 0
 
@@ -177,7 +177,7 @@ class KVForm:
     Args:
         name: value of --kv-cache.
         key, value: storage of keys and of values.
-        layers: (layer number, form) of each layer whose form differs.
+        layers: (layer number, form) of each layer whose form differs from this form.
     """
 
     name: str
@@ -221,10 +221,10 @@ KV_FORMS = {form.name: form for form in (BF16, FP8, INT8, INT4, *_FEWER_BITS, FP
 
 
 def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:
-    """Return the form of the cache called `name`.
+    """Return the storage form of a KV cache type.
 
     Args:
-        name: a key of KV_FORMS, or "auto" for the model's dtype.
+        name: name of the type: a key of KV_FORMS, or "auto" for the model's dtype.
         dtype: dtype of the model.
     Raises:
         InputError: no form has this name; the message suggests the nearest.
@@ -239,11 +239,11 @@ def find_kv_form(name: str, dtype: str = "bfloat16") -> KVForm:
 
 
 def form_of_schemes(name: str, schemes: Sequence[KVScheme], dtype_bytes: int) -> KVForm:
-    """Return the form of a cache whose layers a recipe or a checkpoint describes.
+    """Return the form of a KV cache whose schemes a recipe or a checkpoint gives.
 
     Args:
         name: name of the form in tables.
-        schemes: one scheme per layer, or one for all.
+        schemes: one scheme per layer, or one scheme for all layers.
         dtype_bytes: bytes per element of unquantized keys and values.
     """
     forms = [

@@ -5,13 +5,13 @@ For a context of L tokens, each kind of layer keeps this many cache entries, eac
     full     L entries       a key and a value for each key/value head (MHA, GQA, MQA)
     window   min(L, w)       the same, for the last w tokens only
     mla      L entries       one latent vector and one rotary key for all heads (DeepSeek V2, V3)
-    dsa      L entries       as mla, and an indexer key; a query reads the best `top_k` entries (DeepSeek V3.2)
+    dsa      L entries       as mla, plus an indexer key; a query reads the best `top_k` entries (DeepSeek V3.2)
     csa      w + L / r       one shared vector; r tokens are compressed into an entry with an indexer key; a query
                              reads the best `top_k` (DeepSeek V4)
     hca      w + L / r       as csa, but with a large r and no indexer: a query reads all entries
 
-For DeepSeek V4, pages hold the compressed entries. The window and the inputs of the next entries are in one row per
-sequence.
+In DeepSeek V4, which has csa and hca layers, pages hold the compressed entries. The window and the inputs of the next
+entries are in one row per sequence.
 A recurrent layer (state-space, linear attention) keeps a state of fixed size, independent of the length: `StateShape`,
 with G heads of queries and keys of N channels, and H heads of values of P channels. `models.recurrent` defines the
 computation.
@@ -43,7 +43,7 @@ class AttentionShape:
 
     Args:
         num_heads: number of query heads.
-        num_kv_heads: number of key vectors, and of value vectors, kept per token; 1 for the latent kinds.
+        num_kv_heads: number of key vectors, and of value vectors, per token; 1 if a vector serves as key and value.
         key_dim, value_dim: channels of a stored key and value; value_dim is 0 if one vector serves as both.
         rope_dim: channels of key_dim that 8-bit layouts of the latent kinds keep in 16 bits.
         window: number of last tokens that are kept uncompressed; None = all.
@@ -83,7 +83,7 @@ class AttentionShape:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the newest tokens are in a row per sequence instead of pages, as for all layers of V4."""
+        """Whether each sequence's newest tokens are in a row instead of pages, as in all layers of DeepSeek V4."""
         return self.window is not None and not self.value_dim
 
     @property
@@ -93,14 +93,14 @@ class AttentionShape:
 
     @property
     def past_tokens(self) -> int:
-        """Number of most recent tokens that must be kept because future compressed entries include them."""
+        """Number of newest tokens whose inputs must be kept, because future compressed entries include them."""
         return max(0, self.series * self.ratio - 1)
 
     @property
     def past_width(self) -> int:
         """How many numbers are kept for each of the `past_tokens`.
 
-        In each series of entries, these are a value and a gate per channel of the entry and of the indexer's key.
+        They are one value and one gate per series of entries and per channel of the entry and of the indexer's key.
         """
         return 2 * self.series * (self.key_dim + self.index_dim)
 
@@ -120,7 +120,7 @@ class AttentionShape:
         return text if self.top_k is None else f"{text}, top {self.top_k}"
 
     def offers(self, form: KVForm) -> bool:
-        """Whether engines can store this kind of layer in that form.
+        """Whether engines can store this kind of layer's cache in this form.
 
         Engines store latent attention in 16 or 32 bits or in fp8; without an indexer, the bundled runtime also supports
         int8. Codes of fewer than 8 bits share bytes, so the channels must fill whole bytes. DeepSeek-V4's entries need
@@ -136,7 +136,7 @@ class AttentionShape:
         return not any(width * form.key.bits % 8 for width in of_keys) and self.value_dim * form.value.bits % 8 == 0
 
     def _key(self, form: KVForm) -> Side:
-        """Return how keys are stored: if they are also the values, 8-bit integers have scales per token."""
+        """Return how keys are stored. If they are also the values (mla), int8 keys have scales per token."""
         return form.value if self.kind == "mla" and form.name == "int8" else form.key
 
     def entry_bytes(self, form: KVForm) -> float:
@@ -159,12 +159,12 @@ class AttentionShape:
         return padded_bytes(page_arrays(self._key(form), form.value, **dims, page_size=page_size))
 
     def page_parts(self, form: KVForm, page_size: int) -> tuple[int, int]:
-        """Count the bytes of V4's compressed entries and of their indexer keys in one page."""
+        """Count the bytes of a page of DeepSeek V4: those of the compressed entries, and those of the indexer keys."""
         share = page_size / self.ratio if self.ratio else 0.0
         return math.ceil(self.entry_bytes(form) * share), math.ceil(self.index_bytes(form) * share)
 
     def row_bytes(self, form: KVForm, dtype_bytes: int) -> int:
-        """Count the bytes of V4's row of one sequence: its window, and the inputs of the next compressed entries."""
+        """Count the bytes of one sequence's row in DeepSeek V4: its window, and the inputs of the next entries."""
         return int((self.window or 0) * self.entry_bytes(form)) + self.past_tokens * self.past_width * dtype_bytes
 
     def allocated_bytes(
@@ -177,7 +177,7 @@ class AttentionShape:
         Args:
             tokens: length of the sequence.
             form: form of the cache.
-            dtype_bytes: bytes of an element of the residual window, or of the inputs of V4's entries.
+            dtype_bytes: bytes per number in the residual window, or per number of the inputs of DeepSeek V4's entries.
             page_size: tokens per page.
         """
         if not self.is_paged:
@@ -312,7 +312,7 @@ class StateShape:
         return "nothing" if not self.channels else f"state {self.value_heads} x {self.key_dim} x {self.value_dim}"
 
     def offers(self, form: KVForm) -> bool:
-        """Whether the state can be combined with a cache in that form: always, as the state is stored separately."""
+        """True: the state is stored separately, so the cache of other layers may have any form."""
         return True
 
     def page_bytes(self, form: KVForm) -> int:
@@ -322,7 +322,7 @@ class StateShape:
     def allocated_bytes(
         self, tokens: int, form: KVForm, dtype_bytes: int = 2, page_size: int = DEFAULT_PAGE_SIZE
     ) -> float:
-        """Count the bytes of one sequence of any length."""
+        """Count the bytes of one sequence's state, which do not depend on the sequence's length."""
         return self.num_bytes
 
     def token_bytes(self, form: KVForm) -> float:
@@ -330,11 +330,11 @@ class StateShape:
         return 0.0
 
     def cached_bytes(self, tokens: int, form: KVForm) -> float:
-        """Count the bytes of one sequence of any length."""
+        """Count the bytes of one sequence's state, which do not depend on the sequence's length."""
         return self.num_bytes
 
     def read_bytes(self, tokens: int, form: KVForm) -> float:
-        """Count the bytes of states that a decode step reads; the step writes as many bytes."""
+        """Count the bytes of one sequence's state that a decode step reads; the step also writes the whole state."""
         return self.num_bytes
 
     def decode_flops(self, tokens: int) -> float:

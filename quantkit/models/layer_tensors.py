@@ -31,7 +31,7 @@ class Matrix:
         copies: number of experts that have this linear; 1 if it belongs to no expert.
         active: number of copies that a token uses.
         quantizable: False for modules that are never quantized, such as routers.
-        bias: whether each copy has a bias (N,), as far as is known.
+        bias: whether each copy has a bias (N,), according to the family and config.json; files may differ.
     """
 
     name: str
@@ -151,7 +151,7 @@ def outer_tensors(model: ModelDescription) -> Shapes:
 
 
 def _own_shapes(model: ModelDescription, shapes: Mapping[str, tuple[int | str, ...]]) -> Shapes:
-    """Convert all sizes in shapes to numbers: a size may be a number, a key of config.json, or a product of keys."""
+    """Convert the sizes in shapes to numbers. A size may be a number, a key of config.json, or a product of keys."""
 
     def number(size: int | str) -> int:
         return size if isinstance(size, int) else math.prod(map(model.entries.count, size.split("*")))
@@ -174,7 +174,7 @@ def per_head(name: str, num_heads: int) -> list[str]:
 
 
 def norm_shapes(model: ModelDescription, name: str, *shape: int, bias: bool = True) -> Shapes:
-    """Return the shapes of a norm's weight and bias."""
+    """Return the shapes of a norm's weight and bias, keyed by name, as far as the family's norms have them."""
     kind, biased = model.family.norm, bias and model.family.biases.norms
     parts = () if kind == "bare" else ("weight", "bias") if kind == "layer" and biased else ("weight",)
     return {f"{name}.{part}": shape for part in parts}

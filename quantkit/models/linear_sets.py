@@ -34,7 +34,7 @@ class LinearSet:
             scale is folded into the source, they are rescaled like the linears.
         source_offset: number that the source adds to its weight, as Gemma's norms do.
         optional: whether only some layers or models of the family have these linears and this source. If several sets
-            have the same linear, the first of these sets that the layer has applies.
+            name the same linear, a layer uses the first of them that it has.
         when: values of config.json entries (or their defaults) for which this set applies.
 
     `{expert}` in a name stands for the number of each expert of the layer. If the parent's name contains `{expert}`,
@@ -55,7 +55,7 @@ class LinearSet:
         """Groups of linears that inference engines fuse, so each group needs one scheme."""
         together: dict[str, list[str]] = {}
         for name in self.linears:
-            # Without numbers, as engines fuse the experts of a layer into one tensor.
+            # Replace experts' numbers, because engines fuse all experts of a layer into one tensor.
             owner = re.sub(r"\.\d+(\.|$)", ".*\\1", name.rpartition(".")[0])
             together.setdefault(owner, []).append(name)
         return tuple(tuple(names) for names in together.values())
@@ -91,7 +91,7 @@ MLA_SETS = (
 
 
 def expand_set(group: LinearSet, has: Callable[[str], bool]) -> Iterator[LinearSet]:
-    """Yield the sets of one layer that follow from one set of the family; see `Family.sets_of_layer`."""
+    """Yield the sets that one layer gets from one set of the family; see `Family.sets_of_layer`."""
     templates = [name for name in group.linears if EXPERT in name]
     # Count the experts by the layer's modules, because the family's data does not give their number.
     experts = list(itertools.takewhile(lambda e: has(at(templates[0], e)), itertools.count())) if templates else []
@@ -174,7 +174,7 @@ def split_experts(sets: tuple[LinearSet, ...]) -> tuple[LinearSet, ...]:
 def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
     """Return the sets of attention.
 
-    If `joint`, the MLP reads the same input, so the first linears of the MLP join the first set.
+    If `joint`, attention and MLP read the same input, so the MLP's first linears belong to attention's first set.
     """
     together = len(parts.qkv) == 1
     first = LinearSet(
@@ -188,7 +188,7 @@ def attention_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[Line
 
 
 def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet, ...]:
-    """Return the sets of the MLP, without the first linears if `joint`: these are in the first set of attention."""
+    """Return the sets of the MLP. If `joint`, the MLP's first linears are left out: `attention_sets` has them."""
     # A scale does not pass through the activation, but it passes through the product of gate and up: fold it into up.
     source = parts.up[1] if parts.gated and len(parts.up) == 2 else None
     down = LinearSet(linears=(parts.down,), source=source, parent=parts.down)
@@ -197,7 +197,7 @@ def mlp_sets(parts: Parts, norm: str | None, *, joint: bool) -> tuple[LinearSet,
 
 
 def expert_sets(data: Experts, norm: str | None) -> tuple[LinearSet, ...]:
-    """Return the sets of a layer with experts: all linears that read the router's input, then each down projection."""
+    """Return the sets of a layer with experts: all linears that read the router's input, then the down projections."""
     beside = (data.router, *([data.shared_gate] if data.shared_gate else []))
     ups = LinearSet(
         linears=(*data.up, *data.shared_up),

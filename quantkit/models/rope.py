@@ -26,7 +26,7 @@ class RopeConfig:
         theta: base of the wavelengths.
         width: number of rotated channels per head, R; even.
         interleaved: whether neighbouring channels form a rotated pair.
-        max_length: `max_position_embeddings`.
+        max_length: longest sequence that config.json allows, `max_position_embeddings`.
         factor: factor by which the context length is extended.
         original_length: context length of pretraining (yarn, llama3, longrope).
         attention_factor: factor on cosine and sine (yarn, longrope).
@@ -91,7 +91,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
     if width < 2 or width % 2 or width > head_dim:
         raise ModelError(
             f"config.json: {width} channels of each head are rotated; the number must be even and from 2 to head_dim "
-            f"({head_dim})"
+            f"({head_dim}); correct partial_rotary_factor or head_dim"
         )
     kind = read.text("rope_type", default="default")
     kind = _OTHER_NAMES.get(kind, kind)
@@ -119,12 +119,16 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
     """Return the dictionary of RoPE entries for these layers; empty if config.json has no such entries."""
     settings = config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
-        raise ModelError(f"config.json: RoPE entries are a {type(settings).__name__}, not an object; correct them")
+        raise ModelError(
+            f"config.json: the RoPE entries are a {type(settings).__name__}, not a JSON object; correct "
+            "rope_parameters or rope_scaling"
+        )
     if any(isinstance(settings.get(kind), Mapping) for kind in family.by_layer):
         settings = settings.get(family.by_layer[local]) or {}
         if not isinstance(settings, Mapping):
             raise ModelError(
-                f"config.json: RoPE entries of a layer are a {type(settings).__name__}, not an object; correct them"
+                f"config.json: the RoPE entries of {family.by_layer[local]} are a {type(settings).__name__}, not a "
+                "JSON object; correct them"
             )
         return settings
     if local and (family.local_theta is not None or not family.local_scaled):
@@ -133,7 +137,7 @@ def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, An
 
 
 def _outer_theta(config: ConfigReader, family: Rope, local: bool) -> float:
-    """Return the base of the wavelengths to use if the RoPE entries give no base."""
+    """Return the base of the wavelengths that applies if the RoPE entries do not give it."""
     if local and family.local_theta is not None:
         return config.number("rope_local_base_freq", default=family.local_theta)
     if not local and family.theta_key is not None:
@@ -155,7 +159,9 @@ def _scaling(kind: str, read: ConfigReader, config: ConfigReader, width: int, le
     if kind == "llama3":
         low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
         if high <= low:
-            raise ModelError(f"config.json, RoPE: high_freq_factor {high} must exceed low_freq_factor {low}")
+            raise ModelError(
+                f"config.json, RoPE: high_freq_factor {high} must be above low_freq_factor {low}; correct them"
+            )
         return {**settings, "low_frequency_factor": low, "high_frequency_factor": high}
     if kind == "yarn":
         return {
@@ -191,7 +197,7 @@ def _alpha(read: ConfigReader) -> float:
 
 
 def _yarn_attention(read: ConfigReader, factor: float) -> dict[str, float]:
-    """Return YaRN's factor on cosine and sine (given, or derived from `factor`), and `sharpening`; see `RopeConfig`."""
+    """Return YaRN's `attention_factor`, as given or derived from `factor`, and `sharpening`; see `RopeConfig`."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

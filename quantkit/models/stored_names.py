@@ -36,13 +36,13 @@ class StoredNames:
     conversions: tuple[TensorConversion, ...] = ()
 
     def of(self, name: str) -> str:
-        """Return the name of a tensor in files; for a module's prefix, pass the module's name with a trailing dot."""
+        """Return the name in files of a tensor, or of a module if `name` is the module's name with a trailing dot."""
         module, _, leaf = name.rpartition(".")
         stored = self.modules.get(module)
         return self.tensors.get(name) or (name if stored is None else f"{stored}.{leaf}")
 
     def own(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Map each of these names of tensors in files to the tensor's name in the model, which `of` converts back."""
+        """Return the name in the model of each tensor, keyed by its name in files; the inverse of `of`."""
         tensors = {stored: name for name, stored in self.tensors.items()}
         modules = {stored: name for name, stored in self.modules.items()}
         own: dict[str, str] = {}
@@ -76,7 +76,8 @@ class GGUFNames:
     Args:
         name: value of `general.architecture` in GGUF files.
         interleaved: whether rows of q and k are reordered, because llama.cpp rotates neighbouring channels as a pair.
-        numbers: maps each GGUF entry, without `<name>.`, to a config.json key; entries without a value are omitted.
+        numbers: maps the key of each GGUF entry, without `<name>.`, to a config.json key. Entries without a value are
+            left out.
         rotary: whether the model has rotary embeddings.
         mlp_norm: GGUF name of the norm before the MLP.
         fixed: entries of config.json that follow from the architecture, e.g. a `model_type` other than the family's.

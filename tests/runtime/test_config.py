@@ -172,7 +172,7 @@ BAD = [
             "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 3},
             "query_pre_attn_scalar": 16,
         },
-        "RoPE entries of a layer are a int",
+        "RoPE entries of sliding_attention are a int",
     ),
     (
         {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0},
@@ -195,7 +195,7 @@ BAD = [
     ),
     (
         {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
-        "high_freq_factor 1.0 must exceed low_freq_factor 4.0",
+        "high_freq_factor 1.0 must be above low_freq_factor 4.0",
     ),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "not a list of 8 numbers"),
     (

@@ -99,7 +99,7 @@ def options_structure(options: AttentionOptions) -> Structure:
 
 
 class NativeAttention:
-    """Attention of one layer in C; see `ops.Stepwise`.
+    """Attention of one layer in C. `ops.Stepwise` calls it with normalized and rotated states.
 
     Attributes:
         structure: `kv_layer` of kv.h.
@@ -128,7 +128,7 @@ class NativeAttention:
             torch.get_num_threads(),
         )  # fmt: skip
         if failed:
-            raise ResourceError("out of memory for the scratch space of attention; lower the token budget")
+            raise ResourceError("out of memory for the scratch space of attention; lower token_budget")
         return out
 
 

@@ -24,7 +24,7 @@ _DENSE = {torch.bfloat16: _BF16, torch.float16: _F16, torch.float32: _F32}
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = {"int8": 1, "fp8": 2}
 _AS_IT_IS, _TO_INT16 = 0, 3
-# Up to this many inputs, sums of products of bytes stay below 2**31.
+# With at most this many inputs, sums of products of bytes stay below 2**31.
 _MAX_INT8_INPUTS = 1 << 16
 
 
@@ -106,7 +106,9 @@ class NativeLinear(Linear):
         out = x.new_empty((tokens, self.out_features))
         threads = torch.get_num_threads()
         if self._multiply(self.address, x.data_ptr(), out.data_ptr(), tokens, self._kind, self.activation, threads):
-            raise ResourceError(f"out of memory for the inputs of a linear layer ({tokens} x {self.in_features})")
+            raise ResourceError(
+                f"out of memory for the inputs of a linear layer ({tokens} x {self.in_features}); lower token_budget"
+            )
         return out
 
     def rows(self, indices: Tensor) -> Tensor:
@@ -164,7 +166,7 @@ def linear_of(source: LinearSource) -> NativeLinear | None:
 
 
 def _has_layout(weight: QuantizedTensor) -> bool:
-    """Whether groups are in input order, with an even number of inputs per scale, and FP8 codes hold no NaN."""
+    """Whether panels can hold a weight: groups in input order, an even number of inputs per scale, no NaN in FP8."""
     groups = weight.scale.shape[1]
     if weight.group_index is not None or (groups > 1 and (weight.shape[1] // groups) % 2):
         return False

@@ -20,7 +20,7 @@ from quantkit.kernels.cpu.linear import NativeLinear
 from quantkit.kernels.cpu.ops import GATES, STATE_TYPES
 from quantkit.kernels.types import AttentionOptions
 
-# Below this many products per linear, threads would wait for each other longer than they compute.
+# Below this many multiplications per linear, threads would wait for each other longer than they compute.
 _PARALLEL_FROM = 1 << 16
 _NORM, _LINEAR, _LINEAR_INT8, _ATTENTION, _GATE, _ADD = range(6)
 Array = np.ndarray[Any, Any]
@@ -66,10 +66,10 @@ class Program:
     """Operations of one decode step, recorded in running order.
 
     Args:
-        rows: maximum number of new tokens in a step, and of sequences.
+        rows: maximum number of new tokens in a step, and maximum number of sequences.
         dtype: dtype of all buffers, float32 or bfloat16.
     Attributes:
-        lengths: (rows,) int64, new tokens of each sequence; at first one each.
+        lengths: (rows,) int64, new tokens of each sequence; initially 1 for each.
         contexts: (rows,) int64, tokens of each sequence in the cache after the step.
         positions: (rows,) int64, position of each new token in its text.
         residual_rows: (rows,) int64, see `ForwardBatch`.
@@ -100,7 +100,7 @@ class Program:
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, offset: float, out: Tensor, residual: Tensor | None = None
     ) -> None:
-        """Record `ops.rms_norm`; the sum replaces `residual`. `out` may be `x`."""
+        """Record `ops.rms_norm`; the sum `x + residual` replaces `residual`. `out` may be `x`."""
         # Two norms need no barrier between them, because the same thread computes a row in both.
         if self._ops and self._ops[-1].kind == _NORM:
             self._ops[-1].meets = 0
@@ -184,7 +184,7 @@ class Program:
         self._program.rows = rows
         is_small = rows * self._products < _PARALLEL_FROM * self._num_linears
         if cpu.function("qk_run_program", "pi", "i")(byref(self._program), 1 if is_small else torch.get_num_threads()):
-            raise ResourceError("out of memory for the scratch space of a decode step")
+            raise ResourceError("out of memory for the scratch space of a decode step; lower max_sequences")
 
     def _finish(self) -> _Program:
         ops = (_Op * len(self._ops))(*self._ops)

@@ -1,8 +1,8 @@
 """Paged attention of a layer on a CUDA device, in up to four launches.
 
 The first launch normalizes, rotates and stores heads. The second computes attention for sequences with one new token,
-the third for sequences with several. If keys are quantized per channel, the fourth stores them, and values that are
-quantized per token.
+the third for sequences with several. If keys are quantized per channel, the fourth stores them, together with values
+that are quantized per token.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _LARGEST_TURNED = 128  # rotating values back needs a square matrix of the head'
 
 
 def can(views: KVViews) -> bool:
-    """Whether the kernels can read these pages; float32 models use torch, because they need exact results."""
+    """Whether the kernels support these pages. They do not for float32 models, which need exact results from torch."""
     layout, size = views.layout, views.layout.page_size
     pages = 16 <= size <= 256 and power_of_two(size) == size
     narrow = layout.dtype in (torch.bfloat16, torch.float16)

@@ -30,7 +30,7 @@ class Tile:
     """Part of a product or of attention that one program computes.
 
     Args:
-        rows: input rows of a product; in attention, new tokens times query heads per key head.
+        rows: input rows of a product; in attention, number of new tokens times query heads per key head.
         columns: outputs of a product; in attention, cached tokens read at once, at most a page.
         warps, stages: warps and pipeline stages of a program.
         programs: target number of programs per multiprocessor when K, or a sequence, is split.
@@ -54,7 +54,7 @@ class Tile:
         return {**constants, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# With more than 64 rows, registers could not hold both the total sums and the sums of one group.
+# Registers cannot hold the total sums and the sums of one group for more than 64 rows.
 _TILES = {
     8: Tile(rows=8, columns=128, warps=4, stages=3),
     16: Tile(rows=16, columns=128, warps=4, stages=3),

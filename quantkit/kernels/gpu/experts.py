@@ -24,7 +24,7 @@ from quantkit.kernels.reference.ops import DenseLinear, gated
 from quantkit.kernels.types import Linear, LinearFacts
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Function that maps router scores (T, E) to the weights (T, k) and the indices (T, k) of the chosen experts."""
+"""Function from router scores (T, E) to the weights (T, k) and the indices (T, k) of the chosen experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def stack(experts: Iterable[tuple[Linear, Linear]], *, count: int, activation: s
                 outer = torch.ones(count, device=weight.words.device)
                 stacked.append(replace(weight.each(lambda one: one.new_empty(count, *one.shape)), outer=outer))
             if not _fits(stacked[index], weight):
-                return f"experts are stored in several ways: expert {number} differs from the experts before it"
+                return f"experts differ in storage: expert {number} is not stored like the experts before it"
             cast(Tensor, stacked[index].outer)[number] = weight.outer
             for whole, one in zip(stacked[index].tensors, weight.tensors, strict=True):
                 # Expert by expert, because two copies of all experts of a layer might not fit in the device's memory.
@@ -142,7 +142,7 @@ def _dequantized(weights: PackedWeight, number: int, dtype: torch.dtype) -> Tens
 
 
 def _fits(stacked: PackedWeight, weight: PackedWeight) -> bool:
-    """Whether a weight is stored in the same way as the weights in the stack."""
+    """Whether a weight has the storage format and shape of the weights in the stack, so that it can join them."""
     forms = [
         [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in one.tensors]
         for one in (stacked.each(lambda tensor: tensor[0]), weight)

@@ -99,11 +99,11 @@ class PackedWeight:
 
     Args:
         words: (N, W) int32; if unpacked, (N, K) int8 codes viewed as int32; for `PLAIN`, (N, K) in 16 bits.
-        scale: (G, N), 16 bits, float32, or bytes of type `Packing.scales`; None = words are unquantized weights.
+        scale: (G, N), 16-bit or 32-bit floats, or bytes of type `Packing.scales`; None = the weight is unquantized.
         zero: (G, N) uint8 to subtract from fields, or None.
         shape: (N, K).
         packing: storage format.
-        outer: divisor for E4M3_BYTES scales; for experts (E,) float32.
+        outer: number by which E4M3_BYTES scales must be divided; for experts, one each, (E,) float32.
     """
 
     words: Tensor
@@ -147,7 +147,7 @@ def find_span(weight: QuantizedTensor) -> int | None:
     fields = 32 // _FIELD_BITS[weight.scheme.dtype.name]
     fitting = [span for span in _SPANS if groups == 1 or _fit(width // groups, span, fields)]
     padded = {span: -(-width // (fields * span)) * fields * span for span in fitting}
-    # Padding is read at every step. If it exceeds a quarter of the inputs, other kernels are better.
+    # Kernels read the padding too. If padding exceeds a quarter of the inputs, other kernels are better.
     if not padded or min(padded.values()) > 1.25 * width:
         return None
     return min(fitting, key=lambda span: (padded[span], -span))
@@ -174,7 +174,7 @@ def pack(weight: QuantizedTensor, device: torch.device) -> PackedWeight:
     block = span * (32 // bits)
     padding = -width % block
     words = torch.empty(rows, (width + padding) * bits // 32, dtype=torch.int32, device=device)
-    # Not all at once, because fields are 32 bits wide until they are packed.
+    # Some rows at a time, because fields are 32 bits wide until they are packed.
     for start in range(0, rows, _ROWS_AT_ONCE):
         fields = _fields(weight.codes[start : start + _ROWS_AT_ONCE].to(device), bits, kind)
         words[start : start + _ROWS_AT_ONCE] = _words(functional.pad(fields, (0, padding)), bits, span)

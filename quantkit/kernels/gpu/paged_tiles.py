@@ -60,13 +60,13 @@ def page_tensors(views: KVViews) -> tuple[Tensor | None, ...]:
 
 
 def fixed(array: PagedArray) -> Tensor:
-    """Return the factor (H,) float32 by which each head's decoded numbers are multiplied; ones without fixed scales."""
+    """Return each head's factor on decoded numbers, (H,) float32; all ones if the scheme has no fixed scales."""
     return _ones(array.codes.shape[1], array.codes.device) if array.fixed is None else array.fixed
 
 
 @functools.cache
 def _ones(heads: int, device: torch.device) -> Tensor:
-    """Return ones, cached so that a captured graph keeps a valid address."""
+    """Return (heads,) ones. They are cached, so that their address in a captured graph stays valid."""
     return torch.ones(heads, dtype=torch.float32, device=device)
 
 

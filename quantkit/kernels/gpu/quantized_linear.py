@@ -6,7 +6,7 @@
 | FP8 per output, FP8   | packed        | `torch._scaled_mm`, if it supports the chip and the shape       |
 | all others            | packed        | packed up to 256 rows; above, dequantized to 16 bits for cuBLAS |
 
-In the first two lines, shapes and chips that torch does not support are handled as in the last line.
+In the first two rows of the table, shapes and chips that torch does not support are handled as in the last row.
 
 Unquantized inputs are quantized in one launch; a norm or gate may also pass inputs that are already quantized.
 Shapes: T tokens, N outputs, K inputs.
@@ -57,8 +57,8 @@ def quantization_of(weight: QuantizedTensor, activation: ActivationScheme) -> Ac
 class PackedLinear(Linear):
     """A linear with 16-bit inputs and a packed weight: integers of 2 to 8 bits, FP8 or FP4.
 
-    The kernel multiplies few rows with the packed weight. For many rows this brings no gain, so the weight is
-    dequantized into temporary memory and multiplied by cuBLAS.
+    Triton's kernel multiplies few rows with the packed weight. For many rows, it is not faster than cuBLAS, so the
+    weight is dequantized into temporary memory and cuBLAS multiplies.
     """
 
     def __init__(self, source: LinearSource) -> None:
@@ -119,7 +119,7 @@ class _QuantizedInputsLinear(Linear):
 
     @abstractmethod
     def _multiply(self, rows: QuantizedActivations) -> Tensor:
-        """Return the product with many rows, or with few if Triton refuses the packed kernel."""
+        """Multiply without the packed kernel: for many rows, or for few rows if Triton refuses that kernel."""
 
 
 class Int8Linear(_QuantizedInputsLinear):

@@ -115,7 +115,7 @@ def merge_splits(
 
 
 def chunk(rows: int, block: int) -> int:
-    """Return how many splits are merged at once, limited by registers."""
+    """Return how many splits a program merges at once, which the number of registers limits."""
     # 8192 numbers are 64 registers of each thread of four warps.
     return max(1, min(16, 8192 // (rows * block)))
 

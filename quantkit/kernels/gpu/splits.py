@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_TILES = 1 << 14
-"""Maximum number of tiles whose splits can be counted. More tiles than this fill any chip without splits."""
+"""Maximum number of tiles of a product that is split, because each needs a counter. More tiles fill any chip."""
 
 _MOST_SPLITS = 64
 
@@ -32,7 +32,7 @@ def is_last_to_come(counter, num_splits):
 
 
 def splits_of(tiles: int, blocks: int, programs: int) -> int:
-    """Return the number of splits of K that gives about this many programs; no split is empty."""
+    """Return the number of splits of K that gives about `programs` programs; every split has at least one block."""
     most = max(1, min(programs // max(tiles, 1), blocks, _MOST_SPLITS))
     splits = 1 << (most.bit_length() - 1)
     return -(-blocks // -(-blocks // splits))

@@ -136,7 +136,7 @@ class Stepwise:
     """Attention with separate operations for norm and rotation; see `PagedAttention`.
 
     Args:
-        inner: attends and stores; takes all arguments except the angles.
+        inner: computes attention, and stores keys and values; takes all arguments except the angles.
         matrix: (D, D) float32, orthogonal: multiplied with queries and keys. Their dot products do not change, but
             outliers of stored keys are spread over all channels. None = no multiplication.
     """
@@ -160,7 +160,7 @@ class Stepwise:
 
 
 def paged_attention(views: KVViews) -> PagedAttention:
-    """Return the fastest attention for a layer's pages."""
+    """Return the fastest attention that supports the pages of a layer."""
     if views.layout.rope_dim or views.layout.sinks:
         return Stepwise(TorchAttention(views))  # no other kernel supports these
     on_gpu, fused = gpu.module("attention", views.pool.device), None
@@ -176,5 +176,5 @@ def paged_attention(views: KVViews) -> PagedAttention:
 
 @functools.cache
 def _rotation(width: int, device: torch.device) -> Tensor:
-    """Return the Hadamard matrix, shared by all layers."""
+    """Return the Hadamard matrix (width, width), which all layers share."""
     return hadamard(width).to(device)

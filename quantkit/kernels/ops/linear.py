@@ -1,7 +1,7 @@
 """Linears, and the experts of a layer, in the layout of the kernel that is chosen when a weight is loaded.
 
-The input is a kernel-independent weight (`Tensor` or `QuantizedTensor`); the output is a `Linear` that can only
-multiply. `numerics` defines the numbers; the kernels are in `kernels.cpu` (C, this machine's instructions),
+`build_linear` converts a kernel-independent weight (`Tensor` or `QuantizedTensor`) to a `Linear`, which can only
+multiply. `numerics` defines the numbers. The kernels are in `kernels.cpu` (C, this machine's instructions),
 `kernels.gpu` (Triton) and `kernels.torch_linear`. Experts are stacked only if Triton's kernels can run them together;
 otherwise `reference.experts` runs them one by one.
 Shapes: T tokens, N outputs, K inputs, G scales per row, g = K / G.
@@ -36,7 +36,7 @@ def build_linear(
     """Convert a weight to the layout of the fastest kernel on this machine.
 
     Args:
-        weight: (N, K); must not be used afterwards, because its memory may be reused.
+        weight: (N, K). The caller must not use it after the call, because its memory may be reused.
         bias: (N,), added after the product.
         activation: scheme with which inputs are quantized at run time; a calibrated scale is part of the weight. None =
             inputs are not quantized.
@@ -102,10 +102,10 @@ def _dense(weight: Tensor, name: str, settings: LinearSettings) -> Linear:
 
 
 def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | None:
-    """Reorder a weight so that each group is contiguous; also return the matching order of inputs.
+    """Reorder the inputs of a weight so that each group is contiguous.
 
     Returns:
-        The weight without group_index, and the order (K,) int64; None if groups differ in size.
+        The weight without group_index, and the order of the inputs (K,) int64; None if groups differ in size.
     """
     index = cast(Tensor, weight.group_index).long()
     num_groups = weight.scale.shape[1]
@@ -119,7 +119,7 @@ def _sort_groups(weight: QuantizedTensor) -> tuple[QuantizedTensor, Tensor] | No
 
 
 def join(weights: Sequence[Tensor] | Sequence[QuantizedTensor]) -> Tensor | QuantizedTensor | None:
-    """Concatenate weights along their outputs. They read the same input, so one product then serves them all.
+    """Concatenate weights that read the same input along their outputs, so that one product replaces several.
 
     Args:
         weights: each (N_i, K), e.g. of q, k and v, or of gate and up.

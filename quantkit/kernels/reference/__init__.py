@@ -1,1 +1,1 @@
-"""Reference of every operation in plain torch, on any device and in any dtype; faster versions must agree with it."""
+"""Reference version of every operation in plain torch, for any device and dtype; faster versions must agree with it."""

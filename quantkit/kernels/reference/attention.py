@@ -1,7 +1,7 @@
 """Attention over a paged cache and a step's new keys, and storage of new keys and values. Plain torch, any device.
 
-A new token sees its sequence's earlier tokens as cached and, causally, this step's new tokens unquantized. One call may
-mix decode, prefill chunks and verification of drafts.
+A new token attends to its sequence's earlier tokens as stored in the cache, and to this step's new tokens up to itself,
+which are not quantized. One call may mix decode, prefill chunks and verification of drafts.
 Shapes: B sequences, T new tokens in total, H heads (Hq of queries, Hkv of keys), D channels, S tokens per page,
 C tokens already cached, L new tokens of one sequence.
 """
@@ -20,7 +20,7 @@ from quantkit.kernels.types import AttentionOptions, ForwardBatch, States
 
 
 class TorchAttention:
-    """Attention of one layer: `attend`, then `store`; see `ops.Stepwise`."""
+    """Attention of one layer: `attend`, then `store`. `ops.Stepwise` calls it with normalized and rotated states."""
 
     def __init__(self, views: KVViews) -> None:
         self._views = views
@@ -83,7 +83,7 @@ def _gather(views: KVViews, batch: ForwardBatch, span: Span, first: int, dtype: 
         return latents, latents[..., views.layout.rope_dim :]
 
     def side(array: PagedArray, window: Tensor | None) -> Tensor:
-        # Tokens before this position are in pages: all or, with a residual window, those of complete pages.
+        # Tokens before position `paged` are in pages: all, or with a residual window only those of complete pages.
         paged = span.cached if window is None else max(span.cached // size * size, first)
         pieces = []
         if paged > first:
@@ -124,7 +124,7 @@ def _read_residual(residual: Tensor, row: Tensor, start: int, stop: int) -> Tens
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend for one sequence: queries (Hq, L, D) belong to the last L of the keys (Hkv, N, D)."""
+    """Attend for one sequence of N tokens: queries (Hq, L, D) of its last L tokens, keys and values (Hkv, N, D)."""
     length, total = query.shape[1], key.shape[1]
     if options.softcap is not None or options.sinks is not None:
         return attend_plainly(query, key, value, seen_by(length, total, options.window, query.device), options)
@@ -141,7 +141,7 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
 
 
 def seen_by(length: int, total: int, window: int | None, device: torch.device) -> Tensor:
-    """Return (L, N), true where a query sees a key."""
+    """Return a mask (L, N), true where a query sees a key: causal, and within the window if there is one."""
     queries = torch.arange(total - length, total, device=device).unsqueeze(1)
     keys = torch.arange(total, device=device)
     seen = keys <= queries
@@ -168,8 +168,8 @@ def attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, opti
 def store(key: Tensor, value: Tensor, views: KVViews, batch: ForwardBatch) -> None:
     """Store the step's new keys and values in the cache, quantized as the layout says.
 
-    Keys that are quantized per channel go to the sequence's residual window. Values beside such keys also go there, if
-    they are quantized per token. If this step completes a page, that page is also quantized and written to the page
+    Keys that are quantized per channel go to the sequence's residual window. If the values of the layer are quantized
+    per token, they go there too. If this step completes a page, that page is also quantized and written to the page
     pool. Its tokens stay in the window as long as the engine may discard some of them (rejected drafts), because the
     page must then be quantized again.
 

@@ -40,7 +40,7 @@ def choose_experts(
     Args:
         scores: (T, E) router logits, any float dtype.
         experts: settings of the choice.
-        balance: (E,) float32, added to the scores for the choice, but not for the weights; None = not used.
+        balance: (E,) float32, added to the scores for the choice, but not for the weights; None = nothing is added.
         chosen: (T, k) int64, if already chosen, e.g. by token id in DeepSeek-V4; None = choose the best.
     Returns:
         weights: (T, k) float32.
@@ -55,7 +55,7 @@ def choose_experts(
         by_group = preferences.view(len(scores), experts.num_groups, -1)  # (T, G, E / G)
         best = by_group.topk(1 if experts.group_rule == "best" else 2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(best).scatter_(1, best.topk(experts.chosen_groups, dim=-1).indices, 1.0)
-        # DeepSeek-V2 fills with zeros. That differs only if preferences are below zero, which softmax never gives.
+        # DeepSeek-V2 fills with zeros. The result is the same, because softmax gives no preferences below zero.
         preferences = by_group.masked_fill(kept.unsqueeze(-1) == 0, -torch.inf).flatten(1)
     chosen = preferences.topk(experts.num_chosen, dim=-1).indices if chosen is None else chosen
     weights = likely.gather(1, chosen)

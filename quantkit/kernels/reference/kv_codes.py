@@ -1,8 +1,8 @@
 """Quantization of keys and values to codes of 2 to 8 bits with scales and zeros, and back. Plain torch, any device.
 
-Scales and zeros are fp16, and codes are computed with the rounded values. Scales are rounded up, and zeros of INT4 and
-INT3 down, so that they still cover the range. So an error is at most half a step for any range. A code's value is code
-* scale + zero. INT8 codes are signed: they have no zero, or a zero near the middle of the range. Other codes are
+A code's value is code * scale + zero. Scales and zeros are fp16, and codes are computed with the rounded values. Scales
+are rounded up, and zeros of INT4 and INT3 down, so that the codes still cover the range of the numbers, with errors of
+at most half a step. INT8 codes are signed: they have no zero, or a zero near the middle of the range. Other codes are
 0..2^bits - 1, packed as drawn in `layouts`.
 
 Values of 2 and 3 bits are rotated, after which they are nearly normally distributed. Their codes stand for numbers
@@ -30,9 +30,9 @@ _LEAST = 1e-30  # counts as the largest magnitude if all values are smaller, so 
 _LARGEST = 65504.0
 
 FINEST = 32767.0
-"""The largest magnitude of the integers to which values are rounded before their rotation."""
+"""Largest magnitude of the integers to which values of 2 and 3 bits are rounded before their rotation."""
 STEPS = {2: 1.248, 3: 0.7345}
-"""Best steps, by bits, for normally distributed numbers whose mean magnitude is 1."""
+"""Best step between codes, keyed by bits, for normally distributed numbers whose mean magnitude is 1."""
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -60,7 +60,7 @@ def codes_of(
 
     Args:
         values: (..., D); for granularity "channel", (..., S, D) with all tokens of a page. Not modified.
-        scheme: must be quantized.
+        scheme: scheme of the keys or the values; must be quantized.
         fixed: scale of granularity "tensor" or "head"; broadcast over `values`.
     Returns:
         codes: (..., D) uint8; with fewer than 8 bits, packed.
@@ -94,7 +94,7 @@ def codes_of(
 
 
 def is_turned(scheme: CacheScheme) -> bool:
-    """Whether values are rotated before they are rounded: those of 2 or 3 bits with scales per token."""
+    """Whether a scheme rotates values before they are rounded, as it does for 2 or 3 bits with scales per token."""
     return scheme.dtype in (INT2, INT3) and scheme.granularity == "token"
 
 
@@ -154,5 +154,5 @@ def _to_fp8(values: Tensor) -> Tensor:
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """Return the smallest nonzero fp16 number that is not below the given scale, or the number after it."""
+    """Round a scale up to a nonzero fp16 number: the nearest that is not below it, or the next after that."""
     return (scale + scale * _HALF_ULP + _HALF_TINY).clamp_(2 * _HALF_TINY, _LARGEST).to(SCALE_DTYPE)

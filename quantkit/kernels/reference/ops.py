@@ -39,7 +39,7 @@ def _rotate_(states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Non
     half = cos.shape[-1]
     rotated = states[..., : 2 * half]  # (T, H, R)
     first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
-    # Computed before either is written, because each needs the other's old values.
+    # Both halves are computed before one is written, because each needs the other half's old values.
     turned = first * cos - second * sin, second * cos + first * sin
     first.copy_(turned[0])
     second.copy_(turned[1])

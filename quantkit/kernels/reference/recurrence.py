@@ -1,7 +1,8 @@
-"""Recurrent layers in float32 on any device: token by token in `recur`, which defines the computation, and in `scan` by
-matrix products, which agree with it. The products handle one chunk of tokens at a time; only the state passes between
-chunks. Within a chunk, let c_i be the summed log-decay up to token i: token j affects token i by the factor
-exp(c_i - c_j). The corrections of the delta rule form a triangular system.
+"""Recurrent layers in float32, on any device.
+
+`recur` defines the computation, token by token. `scan` computes the same with matrix products, one chunk of tokens at a
+time; only the state passes between chunks. Within a chunk, let c_i be the summed log-decay up to token i: token j
+affects token i by the factor exp(c_i - c_j). The corrections of the delta rule form a triangular system.
 
 Shapes: B sequences with T new tokens each; W width of the convolution, C its channels; G heads of queries and keys with
 N channels each; H heads of values with P channels each. H is a multiple of G, and H / G neighbouring heads of values
@@ -64,7 +65,7 @@ def recur(
 def scan(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `recur`; several tokens by matrix products, a single token by the recurrence itself."""
+    """Compute the same as `recur`: several tokens with matrix products, a single token with `recur` itself."""
     if value.shape[1] == 1:
         return recur(query, key, value, decay, rate, state)
     groups, repeats = key.shape[2], value.shape[2] // key.shape[2]

@@ -1,7 +1,7 @@
 """Sample tokens from logits in plain torch: greedy, temperature, top-k, top-p, min-p; all rows at once.
 
-Order: temperature, top-k, top-p, min-p, then the draw. Top-p and min-p use the tokens left by the previous filter. A
-token that ties with the last one kept is kept too.
+Order: temperature, top-k, top-p, min-p, then the draw. Top-p and min-p apply to the tokens that the filters before them
+keep. If a token has the same logit as the last kept token, it is kept too.
 
 The draw uses the Gumbel-max trick: if E[i] are exponential variates, token i has the largest x[i] - log(E[i]) with
 probability softmax(x)[i]. E[i] depends only on the row's key and on i, so a row gives the same token alone or in a
@@ -26,7 +26,7 @@ from quantkit.kernels.transfer import send
 COLDEST = 1e-30
 """Lowest temperature; lower ones are raised to it."""
 
-# Sorting this many tokens is enough if top-p and top-k keep fewer.
+# Number of likeliest tokens to sort first; all are sorted only if top-p and top-k may keep more.
 _FEW = 256
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -56,7 +56,7 @@ def choose(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
 
     Args:
         logits: (R, V) float32; not modified.
-        draws: sampling parameters of each row; None = greedy: take the largest logit; ties go to the first token.
+        draws: sampling parameters of each row; None = greedy, i.e. the largest logit, where ties go to the first token.
     Returns:
         (R,) int64.
     """
@@ -106,11 +106,12 @@ def candidates(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor | 
 
 
 def _nucleus(scaled: Tensor, least: Tensor | None, counts: Tensor, shares: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return logits and ids (R, C) of the C likeliest tokens. C is `width` if these include, with certainty, all tokens
-    that top-k and top-p keep in every row, otherwise V.
+    """Return logits and ids (R, C) of the C likeliest tokens of each row.
 
-    The logit is -inf for a token that top-k excludes, that top-p excludes from the rest, or whose logit is below
-    `least` (R, 1).
+    C is `width` if the `width` likeliest tokens certainly include all tokens that top-k and top-p keep; otherwise V.
+
+    The logit is -inf for a token that top-k excludes, that top-p excludes from the tokens that top-k keeps, or whose
+    logit is below `least` (R, 1).
     """
     size = scaled.shape[-1]
     total = scaled.logsumexp(-1, keepdim=True)

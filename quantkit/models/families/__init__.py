@@ -1,8 +1,8 @@
 """Families of models as data. Each file holds one family or a few related ones; `find` picks one by config.json.
 
 A YAML file has an entry for each family, with the fields of `Family`. A value that describes a part, such as `experts`,
-has the fields of the part's class. Its entry `like` names the value in `_BASES` that gives the fields not listed. If
-data cannot express what a family computes, a Python file defines it as `FAMILY`.
+has the fields of the part's class. Its optional entry `like` names a value in `_BASES`, from which the fields that are
+not listed are taken. If data cannot express what a family computes, a Python file defines the family as `FAMILY`.
 """
 
 import functools
@@ -38,7 +38,7 @@ _BASES: dict[str, Any] = {
 
 
 def known() -> dict[str, Family]:
-    """Return the families, keyed by name."""
+    """Return all families, keyed by name."""
     return dict(_read(tuple(__path__)))
 
 
@@ -79,7 +79,7 @@ def _plain(value: Any, kind: type = dict) -> Any:
 
 
 def supported() -> dict[str, Family]:
-    """Map each class name in `architectures` of config.json to its family."""
+    """Return all families that checkpoints can name, keyed by class name in `architectures` of config.json."""
     return {name: data for data in known().values() for name in data.hf_names}
 
 

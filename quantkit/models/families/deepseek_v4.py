@@ -1,8 +1,8 @@
 """DeepSeek-V4: compressed attention, several residual streams, experts chosen by token id in the first layers.
 
 Shapes: D hidden width, d head width, r rank of the queries, g groups of the output projection, n residual streams.
-These parts stay unquantized, because loaders expect it: the modules that make compressed entries, the indexer, the
-mixing of streams, and the first output projection (one product per group of heads).
+Loaders expect some parts unquantized: the modules that make compressed entries, the indexer, the mixing of streams, and
+the first output projection (one product per group of heads).
 Source: transformers `models/deepseek_v4/` for names, shapes and defaults; its renaming of published checkpoints.
 """
 
@@ -150,7 +150,7 @@ def _layer_type(read: ConfigReader, index: int) -> str:
         given = by_ratio[4 if index > 2 and index % 2 else 128]
     if not isinstance(given, str) or given not in _RATES:
         raise ModelError(
-            f"{read.where}: plan cannot count the cache of layer {index}, whose type is {given!r}; supported types: "
+            f"{read.where}: layer {index} has type {given!r}, whose cache plan cannot count; supported types: "
             f"{', '.join(_RATES)}; give --params to plan the weights alone"
         )
     return str(given)
