@@ -189,7 +189,7 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
         if isinstance(info, EncodedInfo):
             raise ModelError(
                 f"{reader.path} is quantized, and an adapter is never merged into quantized weights; quantize the "
-                "dense base with --adapter, or use `generate --adapter`"
+                "unquantized base model with --adapter, or use `generate --adapter`"
             )
         if info is None or info.shape != model.info(f"{name}.weight").shape:
             raise ModelError(
@@ -201,7 +201,7 @@ def merged(reader: CheckpointReader, adapter: Adapter, family: Family) -> Checkp
 
 
 def merge_note(adapter: Adapter) -> str:
-    """Return the note of a reader that merges an adapter."""
+    """Return the note that tells the user that an adapter is merged into weights when they are read."""
     count = counted(len(adapter.updates), "weight")
     return f"an adapter of rank {adapter.rank} is merged into {count} when quantkit reads them"
 
@@ -270,7 +270,7 @@ def _check_ends(weights: CheckpointReader, reader: ModelReader, folder: Path) ->
 
 
 def _pairs(weights: CheckpointReader) -> dict[str, dict[str, str]]:
-    """Return the names of A and B of each adapted module, keyed first by the module's name in PEFT."""
+    """Return the tensor names of each module's A and B, keyed by the module's name in PEFT, then by "A" and "B"."""
     (file,) = weights.files
     pairs: dict[str, dict[str, str]] = {}
     strange = [name for name in weights.names if _TENSOR.fullmatch(name) is None]
@@ -305,7 +305,7 @@ def _own_names(modules: Iterable[str], reader: ModelReader, folder: Path) -> dic
 
 
 def _scale(config: Mapping[str, Any], module: str, folder: Path, budget: Budget) -> tuple[int, float]:
-    """Return the rank of a module's update, and the factor on B A."""
+    """Return the rank of a module's update, and the factor on the product B A."""
     rank = _of_module(config, "rank_pattern", "r", module, folder, budget)
     alpha = _of_module(config, "alpha_pattern", "lora_alpha", module, folder, budget)
     if rank < 1 or rank != int(rank):
@@ -378,6 +378,6 @@ def _read(weights: CheckpointReader, name: str) -> Tensor:
 
 
 def _some(names: list[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return a text with the first names of a list and the number of further names."""
     others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(shorten(name, 100) for name in names[:_SHOWN]) + others

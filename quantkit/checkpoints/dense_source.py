@@ -135,14 +135,14 @@ class _Source:
 
 
 def _note(format_: Format, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> str:
-    """Return a note for the user that weights are dequantized."""
+    """Return the note that tells the user how many weights are dequantized."""
     number = sum(isinstance(info, EncodedInfo) and len(info.shape) > 1 for info in tensors.values())
     name = dtype_name(dtype)
     return f"the source is quantized ({format_.name}): {number} weights are dequantized to {name} when they are read"
 
 
 def _stacked(infos: Mapping[str, TensorInfo]) -> int:
-    """Return the number of matrices in a stack, which all its parts (codes, scales, ...) must have."""
+    """Return the number of experts in a stack; all parts of the stack (codes, scales, ...) must have this number."""
     sizes = {local: info.shape[:1] for local, info in infos.items()}
     if len(set(sizes.values())) > 1 or () in sizes.values() or (0,) in sizes.values():
         listed = ", ".join(f"{local} {infos[local].shape}" for local in sorted(infos))

@@ -243,7 +243,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         if not isinstance(name, str) or not _is_shard_name(name):
             raise CheckpointError(
                 f"{index} says that tensor {shorten(tensor)} is in {shorten(name)}; "
-                "only a safetensors file in the same folder is allowed"
+                "only a safetensors file in the same folder is allowed; download the index again"
             )
     return weight_map
 

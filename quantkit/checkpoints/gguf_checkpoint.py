@@ -131,7 +131,7 @@ class GGUFModel:
         return f"{self._model.family.embedding}.weight"
 
     def _dtype(self) -> torch.dtype:
-        """Return the dtype in which most bytes of unquantized matrices are stored; bfloat16 if there are none."""
+        """Return the dtype of most bytes of unquantized matrices; bfloat16 if there are no unquantized matrices."""
         sizes = dict.fromkeys(FLOAT_DTYPES, 0)
         for stored in self._stored.values():
             if len(stored.info.shape) > 1 and PLAIN.get(stored.info.block) in sizes and "_inp" not in stored.name:

@@ -145,7 +145,7 @@ def _latent(entries: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(entries: _Metadata, config: Mapping[str, Any], family: Family, lookup: Lookup) -> dict[str, Any]:
-    """Return the entries of the rotary embedding: rope_theta, rope_scaling and, for some models, further entries."""
+    """Return config.json's entries of the rotary embedding: rope_theta, rope_scaling and, for some models, others."""
     theta, length = entries.get("rope.freq_base") or 10000.0, entries.get("context_length")
     rotated, width = entries.get("rope.dimension_count"), config.get("head_dim")
     rope: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
@@ -191,7 +191,7 @@ def _divided(divisors: list[float], theta: float, where: str) -> dict[str, Any]:
 
 
 def _special(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the entries with the ids of BOS, of the padding token, and of all tokens that end a text or a turn."""
+    """Return config.json's token ids: of BOS, of padding, and of all tokens that end a text or a turn."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     known_ends = (
         {text: number for number, text in enumerate(tokens) if text in _ENDS} if isinstance(tokens, list) else {}

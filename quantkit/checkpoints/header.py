@@ -84,7 +84,7 @@ class TensorInfo:
         return replace(self, shape=shape, offset=self.offset + start * num_bytes, num_bytes=(stop - start) * num_bytes)
 
     def item(self, index: int) -> TensorInfo:
-        """Return the description of one entry of the first dimension."""
+        """Return the description of one entry of the first dimension, e.g. of one expert in a stack."""
         return replace(self.rows(index, index + 1), shape=self.shape[1:])
 
 
@@ -183,7 +183,7 @@ def _read_text(path: Path, file: BinaryIO, file_bytes: int) -> bytes:
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    """Parse one entry of the header and make its offsets absolute."""
+    """Parse one entry of the header, and convert its offsets to positions in the file."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the header entry of tensor {name!r} is not a JSON object; {_DAMAGED}")
     if len(name) > _MAX_NAME:
@@ -192,9 +192,11 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     if not isinstance(kind, str):
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {shorten(kind)}, which is not a name; {_DAMAGED}")
     if not _is_sizes(shape):
-        raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(shape)}; {_DAMAGED}")
+        raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(shape)}, which is not valid; {_DAMAGED}")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{path}: tensor {name!r} has data_offsets {shorten(offsets)}; {_DAMAGED}")
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has data_offsets {shorten(offsets)}, which are not valid; {_DAMAGED}"
+        )
     num_bytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * _ITEM_BYTES.get(kind, 0)
     if num_bytes < 0 or (kind in _ITEM_BYTES and num_bytes != expected):

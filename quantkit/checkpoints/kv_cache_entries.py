@@ -147,9 +147,14 @@ def _own(entry: Any, num_layers: int) -> tuple[KVScheme, ...]:
         )
     layers = entry.get("layers") or {}
     if not isinstance(layers, Mapping):
-        raise SchemeError(f"{CONFIG_KEY}.layers is {layers!r}; expected an object keyed by layer number")
+        raise SchemeError(
+            f"config.json: {CONFIG_KEY}.layers is {layers!r}, not an object keyed by layer number; correct it"
+        )
     if unknown := sorted(layers.keys() - set(map(str, range(num_layers)))):
-        raise SchemeError(f"{CONFIG_KEY}.layers names layer {unknown[0]!r}, but the model has {num_layers} layers")
+        raise SchemeError(
+            f"config.json: {CONFIG_KEY}.layers names layer {unknown[0]!r}, but the model has {num_layers} layers; "
+            "copy the original config.json"
+        )
     default = scheme_from_dict(entry)
     return tuple(
         scheme_from_dict(layers[str(index)]) if str(index) in layers else default for index in range(num_layers)

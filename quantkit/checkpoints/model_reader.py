@@ -61,7 +61,7 @@ class StoredPart:
 
 
 class ModelReader(CheckpointReader):
-    """Reader with one tensor per linear; see the module's docstring.
+    """Reader of a checkpoint that presents one tensor per linear, whatever the files hold; see the module's docstring.
 
     Names in arguments and results are those of the view, unless stated otherwise.
 

@@ -93,7 +93,7 @@ _TRIED_TEMPLATES: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def _with_arguments(messages: Sequence[Mapping[str, Any]], *, as_text: bool) -> list[Mapping[str, Any]]:
-    """Return the messages with the arguments of all tool calls as JSON text, or as objects if not `as_text`."""
+    """Return the messages with the arguments of all tool calls as JSON text if `as_text`, otherwise as objects."""
     return [
         {**message, "tool_calls": [_with_argument(call, as_text) for call in message["tool_calls"]]}
         if message.get("tool_calls")

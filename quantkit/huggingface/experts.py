@@ -137,7 +137,7 @@ def rebuild_layer(layer: nn.Module, family: Family) -> None:
     """Replace a layer's stacked experts and transposed linears with `nn.Linear`s, and name modules as in checkpoints.
 
     Args:
-        layer: layer on the meta device, which is modified.
+        layer: layer on the meta device; modified.
         family: family of the model.
     """
     gated = family.experts is None or family.experts.gated

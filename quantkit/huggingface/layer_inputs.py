@@ -92,7 +92,7 @@ class Recorder(nn.Module):
 def pass_through(
     model: nn.Module, backbone: str, layers: str, computed: Mapping[int, Compute] | None = None, **inputs: Any
 ) -> list[Recorder]:
-    """Run a model up to its last layer without computing the layers.
+    """Run a model up to its last layer, and compute only the layers in `computed`.
 
     Args:
         model: the model; only parameters that are used before the layers must be off the meta device.

@@ -62,8 +62,8 @@ class Problems:
         missing: tensors of the model that no stored tensor provides.
         unexpected: stored tensors that the model does not use.
         mismatched: stored tensors whose shapes differ from the model's, with both shapes.
-        unconverted: reason of the problem, keyed by tensor of the model for which a rule fails or gives a wrong result.
-        modules: reason of the problem, keyed by quantized module with an unexpected or unconverted tensor.
+        unconverted: tensors of the model for which a rule fails or gives a wrong result, each with the reason.
+        modules: quantized modules that have an unexpected or unconverted tensor, each with the reason.
         sources: stored tensors that a failing rule uses and that belong to no quantized module.
     """
 
@@ -118,7 +118,7 @@ class _Made:
 
     @classmethod
     def by_rule(cls, target: str, made: Iterable[str]) -> "_Made":
-        """Create from full names; one rule may create tensors of several modules, such as gate and up projections."""
+        """Convert full names; one rule may create tensors of several modules, such as gate and up projections."""
         owner = common_owner((target, *made))
         inside = tuple(name.removeprefix(f"{owner}.") for name in (target, *made))
         return cls(depth=inside[0].count(".") + 1, names=inside)

@@ -125,7 +125,7 @@ class Renaming:
         return next(rule for rule in self.rules[::-1] if first.pattern in rule.source_patterns)
 
     def expert_names(self, target: str) -> list[str]:
-        """Return the names in files of one expert's linears, e.g. `w1` and `w3`, in the order of `target`.
+        """Return the names in files of one expert's linears that `target` joins, e.g. `w1` and `w3`, in this order.
 
         The list is empty if no rule joins experts to `target`.
         """

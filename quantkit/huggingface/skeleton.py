@@ -196,7 +196,7 @@ class Skeleton:
         return layer.to(self.device).eval()
 
     def read_finite(self, full: str) -> Tensor:
-        """Read the tensor `full` of the checkpoint.
+        """Read the tensor with the full name `full` from the checkpoint.
 
         Raises:
             CheckpointError: the tensor contains NaN or infinity.
@@ -267,7 +267,7 @@ class Skeleton:
         return self._arguments[key][index]
 
     def first_call(self, token_ids: Tensor, inputs: Mapping[str, Any] | None = None) -> LayerCall:
-        """Return the arguments of the first layer for one sequence (1, T), as the model itself would pass them.
+        """Return the call of the first layer for one sequence (1, T), with the arguments that the model passes.
 
         Args:
             token_ids: token ids of the sequence.

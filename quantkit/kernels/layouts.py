@@ -1,4 +1,4 @@
-"""Memory layout of keys and values: one page of one layer, its bytes, and how many pages fit a budget.
+"""Memory layout of keys and values in the KV cache: the arrays of one page, their bytes, and pages per budget.
 
 `models.kv_sizes` defines the bytes of a page; this module adds torch types. Allocator, kernels and planner use the same
 functions, so planned and allocated bytes are equal. `reference.kv_codes` defines how numbers are rounded.
@@ -86,7 +86,7 @@ class KVViews:
 
     @property
     def residuals(self) -> list[tuple[PagedArray, Tensor]]:
-        """(array, window) of the keys and of the values, if they wait in a residual window for a complete page."""
+        """Pairs (array, residual window) of the keys and of the values, if they wait there for a complete page."""
         sides = ((self.key, self.key_residual), (self.value, self.value_residual))
         return [(array, window) for array, window in sides if window is not None]
 

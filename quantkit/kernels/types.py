@@ -21,7 +21,7 @@ from quantkit.numerics.tensor import QuantizedTensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
-    """One step. New tokens of all sequences are concatenated; tensors are on the model's device.
+    """Batch of one step. New tokens of all sequences are concatenated; tensors are on the model's device.
 
     A worked example, pages of 4 tokens. Sequence A has 5 tokens in pages [7, 2] and gets one more; sequence B is new
     and gets a chunk of 3, in page [9]:
@@ -162,7 +162,7 @@ class Linear(LinearFacts, ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply.
+        """Multiply the inputs by the weight, and add the bias if there is one.
 
         Args:
             x: (T, K), any float dtype, T may be 0; not modified.
@@ -181,7 +181,7 @@ class WrappedLinear(Linear):
     Args:
         linear: the linear that multiplies.
         change: transforms the inputs, (T, K) to (T, K).
-        description: replaces the linear's description.
+        description: description that replaces the linear's; None = keep the linear's.
     """
 
     def __init__(self, linear: Linear, change: Callable[[Tensor], Tensor], description: str | None = None) -> None:

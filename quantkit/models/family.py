@@ -57,8 +57,8 @@ class QueryKeyNorm:
     """A norm on queries and keys.
 
     Args:
-        over: "head": each head is normalized, with one weight (D,) for all heads; "heads": each head is normalized,
-            with its own weight; "projection": all heads are normalized together.
+        over: channels that are normalized together. "head" = each head's, with one weight (D,) for all heads; "heads" =
+            each head's, with a separate weight for each head; "projection" = those of all heads.
         switch: key that turns the norm on; None = always on.
         bias: whether layer norms of queries and keys have biases.
         after_rotation: whether the norm follows the rotary embedding instead of preceding it.
@@ -173,7 +173,7 @@ class Experts:
         shared_gate: linear that computes the weight of the shared expert's output.
         shared_width: key of the shared expert's intermediate size; None = `n_shared_experts` times an expert's size.
         smooth_down: whether the last linear in `up` can absorb a smoothing scale of the input of `down`.
-        balance: per-expert bias that balances how often experts are chosen.
+        balance: name of the per-expert bias that balances how often experts are chosen; None = no such bias.
         balance_rows: size of an additional leading dimension of `balance` in files; 0 = none.
         scoring: function that converts router logits to scores.
         groups: how groups are scored, if experts are chosen from the `topk_group` best of `n_group` groups: by the best

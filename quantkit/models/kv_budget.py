@@ -50,7 +50,7 @@ def fitting_page_size(tokens: int, page_size: int, window: int = 0) -> int:
 
 
 def _least_tokens(page_size: int, window: int) -> int:
-    """Return the smallest valid budget: it holds the sinks, the newest tokens, an open page, and rounding to pages."""
+    """Return the smallest valid budget: it fits the sinks, the newest tokens, an open page, and rounding to pages."""
     beside = (_first_candidate(page_size) + 2) * page_size
     return next(tokens for tokens in count(beside) if tokens >= _recent_tokens(tokens, window) + beside)
 

@@ -45,8 +45,8 @@ class Side:
 
     Args:
         bits: bits per element.
-        granularity: elements that share a scale: "tensor" (all; the page stores no scales), "token" (one token in one
-            head) or "channel" (one channel of one head within a page).
+        granularity: elements that share a scale. "tensor" = all elements, and the page stores no scales; "token" = one
+            token in one head; "channel" = one channel of one head within a page.
         group_size: for "token", channels that share a scale; None = all channels of the head.
         scale_bytes, zero_bytes: bytes per scale, and per zero point.
     """
@@ -126,12 +126,12 @@ def padded_bytes(arrays: dict[str, PageArray]) -> int:
 
 
 def has_residual(key: Side) -> bool:
-    """Whether the newest keys wait in a residual window until their page is full: if their scales are per channel."""
+    """Whether the newest keys wait in a residual window for a full page, as keys with scales per channel do."""
     return key.granularity == "channel"
 
 
 def has_value_residual(key: Side, value: Side) -> bool:
-    """Whether the newest values wait in a residual window too: if keys do and values have scales per token."""
+    """Whether the newest values wait in a residual window too, as values with scales per token do if the keys wait."""
     return has_residual(key) and value.granularity == "token"
 
 

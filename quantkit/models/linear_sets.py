@@ -25,8 +25,8 @@ class LinearSet:
     """Linears of one decoder layer that read the same tensor. Names are relative to the layer.
 
     Args:
-        linears: names in execution order; an engine that fuses linears needs one scheme for all of them.
-        source: norm or linear that produces the input and can absorb a smoothing scale; None = no module can.
+        linears: names in execution order; see `fused` for the linears that need the same scheme.
+        source: norm or linear that produces the input and can absorb a smoothing scale; None = there is no such module.
         parent: smallest module that contains the set and turns the set's input into the layer's next hidden state;
             a scale search minimises the output error of this module. "" = the layer.
         grouped_heads: whether the source's outputs are key/value heads, each repeated for several query heads.

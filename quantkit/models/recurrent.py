@@ -104,7 +104,7 @@ class Recurrent:
         return read.count("mamba_expand") * read.count("hidden_size") // heads
 
     def matrices(self, read: ConfigReader, hidden: int) -> tuple[Matrix, ...]:
-        """Return the matrices of the layer."""
+        """Return the linears of one recurrent layer."""
         shape, bias = self.shape(read), read.flag(self.bias)
         heads = shape.value_heads
         # Outputs of each linear: everything from one, or queries, keys and values from one and the gate from a second.
@@ -127,7 +127,7 @@ class Recurrent:
         )
 
     def vectors(self, read: ConfigReader) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all other tensors of the layer, keyed by relative name."""
+        """Return the shapes of a recurrent layer's tensors that belong to no linear, keyed by relative name."""
         shape = self.shape(read)
         heads = (shape.value_heads,)
         shapes = {

@@ -25,7 +25,7 @@ class RopeConfig:
         kind: method of scaling the wavelengths.
         theta: base of the wavelengths.
         width: number of rotated channels per head, R; even.
-        interleaved: whether neighbouring channels form a rotated pair.
+        interleaved: whether channels 2i and 2i+1 form a rotated pair, instead of i and i + R/2.
         max_length: longest sequence that config.json allows, `max_position_embeddings`.
         factor: factor by which the context length is extended.
         original_length: context length of pretraining (yarn, llama3, longrope).
@@ -116,7 +116,7 @@ def read_rope(config: ConfigReader, family: Rope, head_dim: int, length: int, lo
 
 
 def _entries(config: ConfigReader, family: Rope, local: bool) -> Mapping[str, Any]:
-    """Return the dictionary of RoPE entries for these layers; empty if config.json has no such entries."""
+    """Return the RoPE entries of the layers with a window (`local`) or without; empty if config.json has none."""
     settings = config.get("rope_parameters") or {}
     if not isinstance(settings, Mapping):
         raise ModelError(

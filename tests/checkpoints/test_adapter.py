@@ -283,7 +283,7 @@ def test_an_adapter_that_peft_has_saved_is_read(tmp_path):
 def test_quantized_weights_are_not_merged(tmp_path, models):
     reader = open_model(models / "out")
     adapter = read_adapter(make_adapter(tmp_path / "adapter", models / "llama"), reader)
-    with pytest.raises(ModelError, match="never merged into quantized weights; quantize the dense base with --adapter"):
+    with pytest.raises(ModelError, match="never merged into quantized weights; quantize the unquantized base"):
         merged(open_dense(models / "out"), adapter, reader.family)
 
 

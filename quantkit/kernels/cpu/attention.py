@@ -43,7 +43,7 @@ class _Layer(Structure):
 
 
 class Batch(Structure):
-    """`kv_batch` of kv.h."""
+    """The C structure `kv_batch` of kv.h."""
 
     _fields_ = (
         *[(name, c_void_p) for name in ("page_table", "query_lengths", "context_lengths", "residual_rows")],
@@ -102,7 +102,7 @@ class NativeAttention:
     """Attention of one layer in C. `ops.Stepwise` calls it with normalized and rotated states.
 
     Attributes:
-        structure: `kv_layer` of kv.h.
+        structure: the C structure `kv_layer` of kv.h.
     """
 
     def __init__(self, views: KVViews) -> None:

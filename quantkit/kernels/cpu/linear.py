@@ -29,7 +29,7 @@ _MAX_INT8_INPUTS = 1 << 16
 
 
 class _Descriptor(ctypes.Structure):
-    """`QkLinear` of linear.h."""
+    """The C structure `QkLinear` of linear.h."""
 
     _fields_: ClassVar = [
         *[(name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "bias")],
@@ -49,7 +49,7 @@ class NativeLinear(Linear):
         bias: (N,), or None.
         scale: (P, G, 64) float32, bf16 or fp16, or None.
         zero: (P, G, 64) int8 or float32, or None.
-        activation: how inputs are quantized.
+        activation: scheme with which inputs are quantized at run time; None = inputs are not quantized.
         rounds_inputs: see `LinearSettings`.
     Attributes:
         address: address of the `QkLinear`, which `program` passes to C.
@@ -189,7 +189,7 @@ def _pad_rows(values: Tensor) -> Tensor:
 
 
 def _by_panel(values: Tensor) -> Tensor:
-    """Rearrange (N, G) as (P, G, 64)."""
+    """Rearrange scales or zero points (N, G) as panels (P, G, 64); zeros fill the last panel."""
     return _pad_rows(values).view(-1, _PANEL, values.shape[1]).transpose(1, 2).contiguous()
 
 

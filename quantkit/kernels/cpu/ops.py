@@ -36,7 +36,7 @@ def _functions() -> Any:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """See `ops.rms_norm`."""
+    """See `ops.rms_norm`; return None if no kernel supports the tensors."""
     call, kind = _functions(), STATE_TYPES.get(x.dtype)
     if call is None or kind is None or not x.is_cpu or weight.dtype != x.dtype:
         return None
@@ -79,7 +79,7 @@ def rotary_(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: b
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor | None:
-    """See `ops.gated`."""
+    """See `ops.gated`; return None if no kernel supports the tensors."""
     call, kind, gate = _functions(), STATE_TYPES.get(gate_up.dtype), GATES.get(activation)
     if call is None or kind is None or gate is None or not gate_up.is_cpu or not gate_up.is_contiguous():
         return None

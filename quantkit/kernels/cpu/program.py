@@ -91,7 +91,7 @@ class Program:
         self._program: _Program | None = None
 
     def buffer(self, name: str, width: int) -> Tensor:
-        """Return the buffer (rows, width) of this name; layers share it."""
+        """Return the buffer (rows, width) with this name and width, which all layers share."""
         key = (name, width)
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(self.rows, width, dtype=self._dtype)

@@ -139,7 +139,7 @@ def multiply_tiles(
     activation: str | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Compute the first or the second product for many tokens.
+    """Compute the first product (gate and up) or the second (down) of a layer's experts, for many tokens.
 
     Args:
         x: (T, K) with an activation, else (P, K); contiguous.

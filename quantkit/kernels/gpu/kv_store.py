@@ -188,7 +188,9 @@ def _enter_kernel(
 def enter(
     states: States, views: KVViews, batch: ForwardBatch, options: AttentionOptions, angles: Angles | None
 ) -> States:
-    """Normalize and rotate, then store as `reference.attention.store` does, but leave out what `page_store` stores.
+    """Normalize and rotate queries and keys, then store keys and values, except those that `page_store` stores.
+
+    The result is that of `reference.attention.store`.
 
     Args:
         states: queries, keys and values with contiguous channels; queries and keys are modified.

@@ -123,7 +123,7 @@ class _QuantizedInputsLinear(Linear):
 
 
 class Int8Linear(_QuantizedInputsLinear):
-    """INT8 weights with one scale per output, and INT8 inputs; sums are exact."""
+    """A linear with INT8 weights, one scale per output, and INT8 inputs; sums are exact."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
         self._codes, self._scale = source.weight.codes, source.weight.scale.view(-1)
@@ -138,7 +138,7 @@ class Int8Linear(_QuantizedInputsLinear):
 
 
 class FP8Linear(_QuantizedInputsLinear):
-    """FP8 weights with one scale per output, and FP8 inputs, for chips that multiply FP8."""
+    """A linear with FP8 weights, one scale per output, and FP8 inputs, for chips that multiply FP8."""
 
     def __init__(self, source: LinearSource, quantization: ActivationQuantization) -> None:
         self._codes, self._scale = source.weight.codes, source.weight.scale
@@ -150,7 +150,7 @@ class FP8Linear(_QuantizedInputsLinear):
 
 
 class PackedQuantizedLinear(_QuantizedInputsLinear):
-    """Any packed weight, and quantized inputs. With many rows, both are dequantized to 16 bits and then multiplied."""
+    """A linear with any packed weight and quantized inputs. For many rows, both are first dequantized to 16 bits."""
 
     most_packed_rows = TILE_LIMIT
 

@@ -39,7 +39,7 @@ def splits_of(tiles: int, blocks: int, programs: int) -> int:
 
 
 def counters(device: torch.device) -> Tensor:
-    """Return counters of each tile's finished splits; they are zero between launches, which a stream runs in order.
+    """Return the counters of each tile's finished splits. Launches of a stream run in order, and each leaves zeros.
 
     Args:
         device: device of the counters.

@@ -44,7 +44,7 @@ def recur(
         query, key: (B, T, G, N) float32.
         value: (B, T, H, P) float32.
         decay: (B, T, H) float32, logarithm of the decay, at most zero.
-        rate: (B, T, H) float32: new = rate * (value - key S), the gated delta rule; None: new = value.
+        rate: (B, T, H) float32, step size of the gated delta rule, new = rate * (value - key S); None = new is value.
         state: (B, H, N, P) float32; not modified.
     Returns:
         (B, T, H, P) float32, and the new state.

@@ -66,7 +66,7 @@ def _family(entry: Mapping[str, Any]) -> Family:
 
 
 def _plain(value: Any, kind: type = dict) -> Any:
-    """Convert a value from YAML: a list to a tuple, a mapping to a `kind` object or a changed copy of its base."""
+    """Convert a value from YAML: a list to a tuple, a mapping to a `kind` object or, with `like`, to a changed copy."""
     if isinstance(value, list):
         return tuple(map(_plain, value))
     if not isinstance(value, dict):
