@@ -259,7 +259,7 @@ BAD = [
     ({"layer_types": ["full_attention"]}, "layer_types has 1 entries; expected one"),
     ({"layer_types": ["linear_attention"] * 4}, "does not support layer type 'linear_attention'"),
     ({"layer_types": ["sliding_attention"] * 4}, "'sliding_window' is missing"),
-    ({"model_type": "mamba2"}, "mamba2 keeps a state"),
+    ({"model_type": "mamba2"}, "mamba2 keep a state"),
     ({"dtype": "int9"}, "dtype 'int9' is not supported by plan"),
 ]
 
@@ -275,8 +275,8 @@ def test_a_bad_config_says_what_is_wrong(changes, message, tmp_path):
 
 
 V4_BAD = [
-    ({"layer_types": [{}] * 4}, "layer 0, whose type is {}"),
-    ({"compress_ratios": [{}] * 4, "layer_types": None}, "layer 0, whose type is {}"),
+    ({"layer_types": [{}] * 4}, "layer 0 has type {}"),
+    ({"compress_ratios": [{}] * 4, "layer_types": None}, "layer 0 has type {}"),
     ({"compress_rates": {"heavily_compressed_attention": float("inf")}}, "heavily_compressed_attention is inf"),
     ({"partial_rotary_factor": 1e308, "sliding_window": 0}, "sliding_window is 0"),
 ]

@@ -213,7 +213,7 @@ def _fields(codes: Tensor, bits: int, kind: int) -> Tensor:
 
 
 def _stored_scale(weight: QuantizedTensor, kind: int) -> tuple[Tensor, int]:
-    """Return scales (N, G) and their storage type: bytes if that is exact, else floats. Groups with NaN codes get NaN."""
+    """Return scales (N, G) and their storage type: bytes if exact, else floats. Groups with NaN codes get NaN."""
     scale, stored, outer = weight.scale, weight.scheme.dtype.scale, weight.global_scale
     if kind == INTEGER:
         return (scale if scale.dtype.itemsize == 2 else scale.float()), NUMBERS
