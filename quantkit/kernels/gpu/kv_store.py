@@ -190,7 +190,7 @@ def enter(
 ) -> States:
     """Normalize and rotate queries and keys, then store keys and values, except those that `page_store` stores.
 
-    The result is that of `reference.attention.store`.
+    The stored bytes equal those that `reference.attention.store` writes.
 
     Args:
         states: queries, keys and values with contiguous channels; queries and keys are modified.
