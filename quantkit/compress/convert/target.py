@@ -97,7 +97,7 @@ def as_written(weight: QuantizedTensor, scheme: LinearScheme, format_: Format) -
         if not low <= int(zero.min()) <= int(zero.max()) <= high:
             limits, name = f"{int(zero.min())} to {int(zero.max())}", scheme.weight.dtype.name
             raise SchemeError(f"zero points range from {limits}, but {name} only holds {low} to {high}")
-    scale = _storable(weight.scale, format_)
+    scale = storable(weight.scale, format_)
     if format_.keeps_codes and (parts := scheme.weight.num_groups(weight.shape[1]) // scale.shape[1]) > 1:
         scale = scale.repeat_interleave(parts, dim=1)
         zero = zero if zero is None else zero.repeat_interleave(parts, dim=1)
@@ -118,7 +118,7 @@ def _check(source: Source, format_: Format) -> Target:
             dtype = source.reader.info(scale).dtype if scale in source.reader else torch.uint8
             # If the format does not store this dtype, read the scales: their values may still convert exactly.
             if dtype.is_floating_point and dtype not in format_.scale_dtypes:
-                _storable(source.reader.tensor(scale), format_)
+                storable(source.reader.tensor(scale), format_)
     _check_fused(source, linears)
     if kv_cache_scheme(source) is not None and format_ is not source.format:
         raise SchemeError(
@@ -172,7 +172,7 @@ def _adapt(scheme: LinearScheme, shape: tuple[int, int] | None, format_: Format)
         raise
 
 
-def _storable(scale: Tensor, format_: Format) -> Tensor:
+def storable(scale: Tensor, format_: Format) -> Tensor:
     """Convert scales exactly to a dtype that the format supports.
 
     Raises:

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, R = B T rows, D hidden width, V vocabulary.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch.nn.functional import kl_div, log_softmax
 from torch.utils._pytree import tree_map_only
 
 from quantkit.compress.convert.source import Source
+from quantkit.compress.convert.target import storable
 from quantkit.compress.distill.parameters import TrainedScales, TrainedVector
 from quantkit.errors import SchemeError
 from quantkit.huggingface.layer_call import hidden_states
@@ -92,7 +94,11 @@ class Student:
                 raise SchemeError(
                     f"{full} is a {type(linear).__name__} or is shared by layers, which cannot be trained"
                 )
-            self.linears[full] = TrainedScales(source.weight(full), source.linears[full], skeleton.device)
+            weight = source.weight(full)
+            weight = replace(
+                weight, scale=storable(weight.scale, source.format)
+            )  # trained ones are rounded to its dtype
+            self.linears[full] = TrainedScales(weight, source.linears[full], skeleton.device)
             vars(linear)["forward"] = partial(
                 self._multiply, full, cast(nn.Linear, linear)
             )  # overrides the class's method

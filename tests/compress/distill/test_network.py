@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -73,7 +75,7 @@ def test_logits_in_parts_give_the_same(pair, monkeypatch):
         head, student, hidden, (target,) = student_of(pair)
         results.append((student.kl(hidden, target, head, total=24), student.parameters()))
     (whole, left), (parts, right) = results
-    assert whole == pytest.approx(parts, rel=1e-5)
+    assert whole == pytest.approx(parts, rel=1e-4)
     for name, parameter in left.items():
         assert torch.allclose(
             parameter.grad, right[name].grad, rtol=1e-3, atol=1e-4 * float(parameter.grad.abs().max())
@@ -110,12 +112,5 @@ def test_quantized_inputs_are_seen_while_training(tmp_path):
     rounded = student.kl(hidden, target, head, total=24)
     assert all(parameter.grad is not None for parameter in student.parameters().values())
     for linear in student.linears.values():
-        linear.scheme = open_scheme(linear.scheme)
+        linear.scheme = replace(linear.scheme, activation=None)
     assert student.kl(hidden, target, head) < rounded
-
-
-def open_scheme(scheme):
-    """The scheme with inputs that are not quantized."""
-    from dataclasses import replace
-
-    return replace(scheme, activation=None)
