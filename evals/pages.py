@@ -1,10 +1,10 @@
-"""README and the pages of docs that show figures, again from evals/results; no figure in them is written by hand.
+"""Write the figures of README and docs from evals/results, so that no figure is written by hand.
 
-    python evals/pages.py            # which pages differ from what is kept, and which figures are stale; exit code 1
-    python evals/pages.py --write    # write them
+    python evals/pages.py            # list the pages that differ from evals/results; exit code 1 if there are any
+    python evals/pages.py --write    # write these pages
 
-What is generated is a whole page, or what stands between two comments. A measurement that has a folder makes its part
-in that folder; `page_sections/` makes all others. `evals/provenance.py` says what makes a figure stale.
+Each page is generated as a whole, or in sections that stand between two comments. The scripts that make the texts are
+in the folder of their measurement or in `page_sections/`. `evals/provenance.py` says what makes a figure stale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -23,7 +24,7 @@ EVALS = ROOT / "evals"
 
 @functools.cache
 def generator(path: str) -> ModuleType:
-    """A script below evals as a module, with what it imports from its own folder and from this one."""
+    """Import the script at a path below evals. It may import modules from its own folder and from evals."""
     file = EVALS / path
     for folder in (str(EVALS), str(file.parent)):
         if folder not in sys.path:
@@ -37,8 +38,13 @@ def generator(path: str) -> ModuleType:
     return module
 
 
+def section_maker(name: str) -> ModuleType:
+    """Import a script of `page_sections`, given its name without `.py`."""
+    return generator(f"page_sections/{name}.py")
+
+
 def section(page: str, name: str, text: str) -> str:
-    """The page with what stands between the two comments of a name replaced."""
+    """Return a page in which `text` replaces the section `name`, the part between the two comments with this name."""
     begin, end = f"<!-- {name}: made by evals/pages.py -->\n", f"<!-- {name}: end -->"
     before, found, rest = page.partition(begin)
     _, ended, after = rest.partition(end)
@@ -48,78 +54,77 @@ def section(page: str, name: str, text: str) -> str:
 
 
 def readme() -> str:
-    """What README says of figures: nothing that is stale."""
-    models = generator("page_sections/models_page.py")
+    """Return the section of README with figures; it leaves out stale ones."""
+    models = section_maker("models_page")
     sentences = [
         models.sentence(models.newest()),
         generator("cost/cost_page.py").readme_sentence(),
-        generator("page_sections/speed_page.py").readme_sentence(),
+        section_maker("speed_page").readme_sentence(),
         generator("accuracy/page.py").readme_sentence(),
     ]
     return "\n\n".join(filter(None, sentences))
 
 
-# Section of a page -> script below evals that makes it, and its function.
-GPU = ("gpu/page.py", "standing")
-SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
-    "docs/adapters.md": {"measured": ("page_sections/adapter_page.py", "table")},
-    "docs/api.md": {"names": ("page_sections/api_page.py", "render")},
-    "docs/behaviour.md": {"sweep": ("page_sections/behaviour_page.py", "table")},
+# For each page and section, the function that makes the text. It loads its script when it is called.
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/adapters.md": {"measured": lambda: section_maker("adapter_page").table()},
+    "docs/api.md": {"names": lambda: section_maker("api_page").render()},
+    "docs/behaviour.md": {"sweep": lambda: section_maker("behaviour_page").table()},
     "docs/formats.md": {
-        name: ("page_sections/engines_page.py", name) for name in ("rules", "vllm", "verified", "others")
+        "rules": lambda: section_maker("engines_page").rules(),
+        "vllm": lambda: section_maker("engines_page").vllm(),
+        "verified": lambda: section_maker("engines_page").verified(),
+        "others": lambda: section_maker("engines_page").others(),
     },
     "docs/gguf.md": {
-        "quality": ("page_sections/gguf_page.py", "table"),
-        "search": ("page_sections/gguf_page.py", "searched"),
+        "quality": lambda: section_maker("gguf_page").table(),
+        "search": lambda: section_maker("gguf_page").searched(),
     },
-    "docs/mtp.md": {"acceptance": ("page_sections/mtp_page.py", "table")},
+    "docs/mtp.md": {"acceptance": lambda: section_maker("mtp_page").table()},
     "docs/performance.md": {
-        "cost": ("cost/cost_page.py", "table"),
-        "speed": ("page_sections/speed_page.py", "tables"),
-        "gpu": ("gpu/page.py", "section"),
+        "cost": lambda: generator("cost/cost_page.py").table(),
+        "speed": lambda: section_maker("speed_page").tables(),
+        "gpu": lambda: generator("gpu/page.py").section(),
     },
-    "docs/promises.md": {"gpu": GPU, "accuracy": ("accuracy/page.py", "standing")},
-    "docs/recipes.md": {"measured": ("page_sections/recipes_page.py", "table")},
+    "docs/promises.md": {
+        "gpu": lambda: generator("gpu/page.py").standing(),
+        "accuracy": lambda: generator("accuracy/page.py").standing(),
+    },
+    "docs/recipes.md": {"measured": lambda: section_maker("recipes_page").table()},
     "docs/runtime.md": {
-        "gpu": GPU,
-        "decode": ("page_sections/decode_page.py", "table"),
-        "types": ("page_sections/kv_types_page.py", "tables"),
-        "eviction": ("page_sections/eviction_page.py", "table"),
+        "gpu": lambda: generator("gpu/page.py").standing(),
+        "decode": lambda: section_maker("decode_page").table(),
+        "types": lambda: section_maker("kv_types_page").tables(),
+        "eviction": lambda: section_maker("eviction_page").table(),
     },
     "docs/scale.md": {
-        "bytes": ("page_sections/scale_page.py", "bytes_table"),
-        "measured": ("page_sections/scale_page.py", "speed_table"),
-        "verified": ("page_sections/scale_page.py", "verify_table"),
+        "bytes": lambda: section_maker("scale_page").bytes_table(),
+        "measured": lambda: section_maker("scale_page").speed_table(),
+        "verified": lambda: section_maker("scale_page").verify_table(),
     },
-    "docs/serve.md": {"measured": ("serve/page.py", "render")},
+    "docs/serve.md": {"measured": lambda: generator("serve/page.py").render()},
 }
-WHOLE = {
-    "docs/accuracy.md": ("accuracy/page.py", "render"),
-    "docs/models.md": ("page_sections/models_page.py", "render"),
+WHOLE: dict[str, Callable[[], str]] = {
+    "docs/accuracy.md": lambda: generator("accuracy/page.py").render(),
+    "docs/models.md": lambda: section_maker("models_page").render(),
 }
 PAGES = ("README.md", "docs/cli.md", *WHOLE, *SECTIONS)
 
 
-def made(source: tuple[str, str]) -> str:
-    """What a script makes."""
-    script, function = source
-    return str(getattr(generator(script), function)())
-
-
 def sections_of(name: str) -> dict[str, str]:
-    """The generated sections of a page."""
+    """Return the texts of all generated sections of a page, keyed by section."""
     if name == "README.md":
         return {"measured": readme()}
     if name == "docs/cli.md":
-        return dict(generator("page_sections/cli_page.py").sections())
-    return {part: made(source) for part, source in SECTIONS[name].items()}
+        return dict(section_maker("cli_page").sections())
+    return {part: make() for part, make in SECTIONS[name].items()}
 
 
 def rewritten(name: str) -> tuple[str, str]:
-    """A page as it is, and as it should be."""
+    """Return the text of a page as it is now, and as it should be according to evals/results."""
     text = (ROOT / name).read_text(encoding="utf-8")
     if name in WHOLE:
-        return text, made(WHOLE[name])
+        return text, WHOLE[name]()
     page = text
     for part, new in sections_of(name).items():
         page = section(page, part, new)
@@ -127,7 +132,7 @@ def rewritten(name: str) -> tuple[str, str]:
 
 
 def write_all() -> None:
-    """Write every page that is not what the results give."""
+    """Write every page that differs from evals/results."""
     for name in PAGES:
         before, after = rewritten(name)
         if before != after:
@@ -136,7 +141,7 @@ def write_all() -> None:
 
 
 def main() -> int:
-    """Compare or write."""
+    """Compare the pages with evals/results, or write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
@@ -144,7 +149,8 @@ def main() -> int:
         return 0
     old = [name for name in PAGES if len(set(rewritten(name))) > 1]
     print(
-        "\n".join(f"{name}: not what evals/results gives" for name in old) or "all pages are what evals/results gives"
+        "\n".join(f"{name} differs from evals/results; run evals/pages.py --write" for name in old)
+        or "all pages agree with evals/results"
     )
     return 1 if old else 0
 
