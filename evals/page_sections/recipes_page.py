@@ -21,12 +21,15 @@ def table() -> str:
     recipes = sorted({recipe for found in rows.values() for recipe in found})
     cells = [(recipe, *(_cell(found.get(recipe)) for found in rows.values())) for recipe in recipes]
     note = (
-        "*written*: the checkpoint was written, but its quality was not measured. `16x256` in a name: calibrated on "
-        "16 sequences of 256 tokens instead of the recipe's own settings. *worse*: linears whose error, measured on "
-        "tokens held out from calibration, is more than 2 % above the error of rounding to nearest. KL and the ratio "
-        "of perplexities are what `quantkit verify` reports for 4k tokens of WikiText-2; *misses* names gates of the "
-        "recipe "
-        f"that do not hold. {_refusals(kept)}The [script](../evals/accuracy/every_recipe.py) measures these rows."
+        "- `16x256` in a model's name: calibrated on 16 sequences of 256 tokens; otherwise as the recipe says.\n"
+        "- *KL* and *perplexity x*, the perplexity divided by the original's, are those of `quantkit verify` on 4k tokens "
+        "of WikiText-2.\n"
+        "- *misses* names the gates of the recipe that fail; no tasks were run, so gates about tasks are not checked.\n"
+        "- *worse* counts linears whose error on tokens held out from calibration is more than 2 % above the error of "
+        "rounding to nearest. The second number is that of all measured linears.\n"
+        "- *written*, and cells without KL: `quantize` wrote the checkpoint, but `verify` was not run.\n"
+        f"{_refusals(kept)}\n"
+        "The [script](../evals/accuracy/every_recipe.py) measures these rows."
     )
     origin = [(name, data["about"]["date"], _commits(data), _machines(data)) for name, data in kept.items()]
     tables = (
@@ -52,14 +55,16 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _refusals(kept: dict[str, Any]) -> str:
-    """Return the messages of refused recipes, each once."""
-    said = {
-        f"`{row['recipe']}` is refused: {row['said'].split(';')[0].removeprefix('error: ')}. "
-        for data in kept.values()
-        for row in data["rows"]
-        if row["code"]
-    }
-    return "".join(sorted(said))
+    """Return one line of a list for each recipe that was refused, with the models and the message."""
+    models: dict[tuple[str, str], list[str]] = {}
+    for name, data in kept.items():
+        for row in data["rows"]:
+            if row["code"]:
+                models.setdefault((row["recipe"], row["said"]), []).append(name)
+    return "".join(
+        f"- *refused*: `quantize` does not write `{recipe}` for {' and '.join(names)}. Its message: `{said}`.\n"
+        for (recipe, said), names in sorted(models.items())
+    )
 
 
 def _machines(data: dict[str, Any]) -> str:
