@@ -22,8 +22,8 @@ def table() -> str:
     cells = [(recipe, *(_cell(found.get(recipe)) for found in rows.values())) for recipe in recipes]
     note = (
         "- `16x256` in a model's name: calibrated on 16 sequences of 256 tokens; otherwise as the recipe says.\n"
-        "- *KL* and *perplexity x*, the perplexity divided by the original's, are those of `quantkit verify` on 4k tokens "
-        "of WikiText-2.\n"
+        "- *KL* and *perplexity x*, the perplexity divided by the original's, are those of `quantkit verify` on 4k "
+        "tokens of WikiText-2.\n"
         "- *misses* names the gates of the recipe that fail; no tasks were run, so gates about tasks are not checked.\n"
         "- *worse* counts linears whose error on tokens held out from calibration is more than 2 % above the error of "
         "rounding to nearest. The second number is that of all measured linears.\n"
