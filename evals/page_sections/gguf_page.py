@@ -37,7 +37,8 @@ def _of_search(result: dict[str, Any]) -> str:
     made = provenance.table(("File", "types", "MB", "KL", "KL, 99th percentile", "same top token"), rows)
     return (
         f"{made}\n\n{result['model']}: {result['about']}; {result['rows'][0]['positions']:,} tokens, measured by "
-        f"{result['engine']}. Each search used {result['tokens']} tokens and the candidates {result['candidates']}. "
+        f"{result['engine']}. Each search used {result['tokens']} tokens to choose, and the "
+        f"candidates {result['candidates']}. "
         f"At commit {', '.join(sorted(commits))}."
     )
 
@@ -59,6 +60,6 @@ def _of(result: dict[str, Any]) -> str:
     head = ("File", "made by", "MB", "KL", "KL, 99th percentile", "perplexity / original's", "same top token")
     return (
         f"{provenance.table(head, rows)}\n\n{result['model']}: {result['about']}; {result['tokens']:,} tokens. "
-        f"Files of llama-quantize have llama.cpp's own imatrix ({', '.join(sorted(versions))}). "
-        f"Ours at commit {', '.join(sorted(commits))}."
+        f"llama-quantize used an importance matrix made by llama.cpp ({', '.join(sorted(versions))}). "
+        f"Files of quantkit were made at commit {', '.join(sorted(commits))}."
     )

@@ -45,25 +45,25 @@ def _shown(kind: str) -> str:
 
 def _distances(known: dict[str, Any]) -> list[str]:
     rows = _rows(known, "distance")
-    head = ["model", "cache", "size of quantized layers, of 16 bits", "windows of", "KL, prefill", "KL, decode"]
-    head += ["perplexity, prefill", "perplexity, decode", "texts of", *(f"quarter {n}" for n in range(1, 5))]
+    head = ["model", "cache", "size of quantized layers / 16 bits", "tokens per window", "KL, prefill"]
+    head += ["KL, decode", "perplexity, prefill", "perplexity, decode", "tokens per sampled text"]
+    head += [f"KL, quarter {n}" for n in range(1, 5)]
     head.append("drift per 1,000 tokens")
     growing = [f"{model} with {_shown(kind)}" for model, kind, found in rows if found["drift"]["slope_low"] > 0]
     grows = (
-        f"KL certainly grows along the texts with {', '.join(growing)}: the whole interval of the drift is above 0."
+        f"The 95 % interval of the drift is above 0, so the KL grows along the texts, for {', '.join(growing)}."
         if growing
-        else "In no row does the KL certainly grow along the texts: no whole interval of the drift is above 0."
+        else "In every row, the 95 % interval of the drift includes 0 or lies below: no growth of the KL is certain."
     )
     ratio, model, kind = max(
         (found["kl"] / found["prefill_kl"], model, kind) for model, kind, found in rows if found.get("prefill_kl")
     )
     hidden = (
-        f"Prefill hides most of the error of {_shown(kind)} on {model}, where its KL is {ratio:.0f} times smaller than "
-        "in decoding."
+        f"Prefill hides most of the error of {_shown(kind)} on {model}: its KL is {ratio:.0f} times larger in decoding."
     )
     small = ", ".join(f"{ratio:.1f} times on {model}" for model, ratio in _ratios(known))
-    along = f"Along the texts, the mean KL of `k4v2` is larger than that of `int4`: {small}."
-    note = f"KL to the same model with an unquantized cache, nats. {hidden} {along} {grows} {_said(rows)}"
+    along = f"On the sampled texts, the mean KL of `k4v2` is larger than that of `int4`: {small}."
+    note = f"KL in nats, to the same model with an unquantized cache. {hidden} {along} {grows} {_said(rows)}"
     return [provenance.table(head, [_distance(*row) for row in rows]), "", note]
 
 
@@ -94,6 +94,7 @@ def _uses(known: dict[str, Any]) -> list[str]:
     rows = _rows(known, "recall")
     lengths = {found["length"] for found in [*speeds.values(), *(found for _, _, found in rows)]}
     assert len(lengths) == 1, f"recall and speed were measured with prompts of {sorted(lengths)} tokens"
+    length = lengths.pop()
     cells = [
         [
             *(model, _shown(kind), f"{sizes[model, kind]:,}"),
@@ -106,8 +107,10 @@ def _uses(known: dict[str, Any]) -> list[str]:
     first, *others = KINDS
     assert len({counts[kind] for kind in others}) == 1, f"numbers of texts differ: {counts}"
     note = (
-        f"Share of facts found in texts of {lengths.pop():,} tokens, {counts[first]} with one key and "
-        f"{counts[others[0]]} of each other [kind](evaluate.md), and one request's decoding after as many tokens. "
+        f"*{KINDS[first]}* to *{KINDS[others[-1]]}*: share of facts that the model finds in texts of {length:,} "
+        f"tokens, {counts[first]} texts with one key and {counts[others[0]]} of each other "
+        f"[kind](evaluate.md#long-contexts). "
+        f"*decode tok/s*: tokens per second of one request after a prompt of {length:,} tokens. "
         f"{_said([*rows, *_rows(known, 'speed')])}"
     )
     return [provenance.table(("model", "cache", "tokens per GiB", *KINDS.values(), "decode tok/s"), cells), "", note]
@@ -123,7 +126,11 @@ def _peers(theirs: dict[str, Any]) -> list[str]:
     ]
     versions = next(iter(next(iter(theirs.values())).values()))["versions"]
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return [provenance.table(head, cells), "", f"On the same windows of 512 tokens, in float32: {used}."]
+    return [
+        provenance.table(head, cells),
+        "",
+        f"The caches of transformers on the same windows of 512 tokens, in float32: {used}.",
+    ]
 
 
 def _said(rows: list[tuple[str, str, dict[str, Any]]]) -> str:
