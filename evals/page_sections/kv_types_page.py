@@ -61,8 +61,8 @@ def _distances(known: dict[str, Any]) -> list[str]:
     hidden = (
         f"Prefill hides most of the error of {_shown(kind)} on {model}: its KL is {ratio:.0f} times larger in decoding."
     )
-    small = ", ".join(f"{ratio:.1f} times on {model}" for model, ratio in _ratios(known))
-    along = f"On the sampled texts, the mean KL of `k4v2` is larger than that of `int4`: {small}."
+    small = ", ".join(f"{ratio:.1f} on {model}" for model, ratio in _ratios(known))
+    along = f"On the sampled texts, the mean KL of `k4v2`, divided by that of `int4`, is {small}."
     note = f"KL in nats, to the same model with an unquantized cache. {hidden} {along} {grows} {_said(rows)}"
     return [provenance.table(head, [_distance(*row) for row in rows]), "", note]
 
