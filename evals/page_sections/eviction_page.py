@@ -78,9 +78,9 @@ def _users() -> str:
     return (
         f"In a cache pool of {kept['pool']}, with prompts of {kept['prompt']} tokens and {kept['new']} generated "
         f"tokens, the mean number of requests at the same time was {evicting['in_flight']:.1f} with a budget of "
-        f"{kept['budget']} and {full['in_flight']:.1f} without a budget. This ratio is {kept['measured_ratio']:.2f}; the plan predicted "
-        f"{kept['planned_ratio']:.2f}. The engine generated {evicting['tokens_per_s']:,.0f} tokens per second with the "
-        f"budget and {full['tokens_per_s']:,.0f} without it. "
+        f"{kept['budget']} and {full['in_flight']:.1f} without a budget. This ratio is {kept['measured_ratio']:.2f}; "
+        f"the plan predicted {kept['planned_ratio']:.2f}. The engine generated {evicting['tokens_per_s']:,.0f} tokens "
+        f"per second with the budget and {full['tokens_per_s']:,.0f} without it. "
         f"Commit {about['commit']}, {about['date']}, {about['machine']}."
     )
 
