@@ -38,27 +38,28 @@ from `evals/results/accuracy/*.json`, and each figure comes from a run.
     quantkit verify CHECKPOINT --baseline MODEL --text FILE --suite none --dtype fp32 --no-bench   # your own
 
 **How we measure.** quantkit's runtime reads every checkpoint from disk and computes in float32, whichever tool wrote
-it. The text is cut into windows of 256 positions: BOS and 255 tokens. All tokens after BOS are scored. *KL* is the
-mean of KL(original || quantized) over the whole vocabulary at the same positions, in nats x 1000. *Same top token* is
+it. The text is cut into windows of 256 positions: BOS and 255 tokens. All tokens after BOS are scored. *KL* is
+KL(original || quantized) over the whole vocabulary, averaged over these positions, in nats x 1000. *Same top token* is
 the share of positions where the two models prefer the same token. All tools calibrate with the same token ids: 128
-windows of 256 tokens, unless the heading of a model gives other numbers. The demo model calibrates on its own text,
-babyllama-361 and stories260k on TinyStories, and the real models on the bundled general text. The real models are
-scored on WikiText-2.
+windows of 256 tokens, unless the heading of a model gives other numbers, such as `16x256`. The demo model is
+calibrated on the text of the demo language, babyllama-361 and stories260k on TinyStories, and the real models on
+quantkit's general text. The real models are scored on WikiText-2.
 
 **Real models.** The weights of SmolLM2-135M-Instruct, Gemma 3 270M and Qwen2.5-Coder-0.5B-Instruct were decoded from
-GGUF files of the types Q4_1, Q4_K_M and Q4_K_M, so their values already lie on a grid, mostly one of 4 bits with zero
-points in groups of 32. No row on this page uses that grid. We added no noise to the weights.
+GGUF files of the types Q4_1, Q4_K_M and Q4_K_M. Most of the weights are therefore already rounded to 4 bits with zero
+points in groups of 32. No row of these models uses such groups. We added no noise to the weights.
 
 **What the signs mean.** All rows of a model read the same text, so we test paired differences: Student's t over blocks
-of windows, with 95 % intervals. `+`: better than the best peer of that column. `-`: worse. `=`: within noise. ± is
-half the width of a 95 % interval; for perplexity, it is the interval of the difference from the original. *Tasks* is
-the mean accuracy over the tasks, followed by the paired difference from the original in points. Tables without task
-results do not have this column.
+of windows, with 95 % intervals. `+`: better than the best other tool (*peer*) in this column. `-`: worse. `=`: no
+significant difference. ± is half the width of a 95 % interval; for perplexity, the interval is that of the difference
+from the original. *Tasks* is the mean accuracy over the tasks, followed by the paired difference from the original in
+points. Tables without task results do not have this column.
 
-**Cost.** *CPU s* and *peak MB* cover the whole process that quantizes, including imports and reading. Every tool
-used one thread (`OMP_NUM_THREADS=1`). ~ marks seconds that were measured while other processes used more than 5 % of
-the machine. A process that shares caches and memory needs more CPU seconds than one that runs alone, so these seconds
-are an upper bound. The page on [performance](performance.md) shows the costs for layers of a larger model.
+**Cost.** *CPU s* and *peak MB* cover the whole process that quantizes, including imports and reading. Every tool used
+one thread (`OMP_NUM_THREADS=1`). ~ marks seconds that were measured while other processes used more than 5 % of the
+machine. A process that shares caches and memory bandwidth with others needs more CPU seconds than when it runs alone,
+so these seconds are an upper bound. The page on [performance](performance.md) shows the costs for layers of a larger
+model.
 
 **Rows that are left out.** quantkit's methods with `asymmetric_calibration` but without `true_sequential` appear only
 at 4 bits in groups, for the demo model, SmolLM2 and Gemma. For llm-compressor and GPTQModel, this page shows the
@@ -71,9 +72,9 @@ values. † marks a row whose recipe or code has changed since. It is not known 
 result. For each model, a line that begins with † says what has changed. A change of the code does not count if every
 shipped recipe still writes the same bytes for five small models (`evals/carry.py`).
 
-On the demo model, perplexity can fall below that of the original. Training counted answers eight times as much as the
-rest of a text, most of which cannot be predicted, and rounding removes some of that emphasis. KL does not have this
-flaw.
+On the demo model, the perplexity of a quantized model can be lower than that of the original. Training gave answers
+eight times the weight of the rest of a text, most of which cannot be predicted, and rounding removes some of this
+emphasis. The KL does not have this flaw.
 """
 
 

@@ -44,16 +44,18 @@ lists counts as an image-text model. A recipe's verdict is *right* if the checkp
 
 - If the recipe only rounds, its matrices differ from those of the source by no more than rounding.
 - transformers loads it without missing, unexpected or mismatched tensors.
-- In float32, it has the logits of the source model with dequantized matrices in the place of the quantized ones. The
-  check matches matrices by their values, not by their names. Nothing else may differ, except what SmoothQuant moves.
-  If activations are rounded too, the median correlation of logits over positions must be above {noisy}.
-- At 8 bits, its logits have a correlation above {kept} with those of the source model itself.
-- quantkit gives the tokens and log-probabilities that transformers computes, with its cache or without one.
+- In float32, its logits in transformers equal those of a copy of the source model in which the dequantized matrices
+  replace the original ones. The check matches matrices by their values, not by their names. All other tensors must be
+  equal, except those that SmoothQuant scales. If activations are quantized too, the median correlation of the logits
+  over positions must be above {noisy}.
+- At 8 bits, the correlation of its logits with those of the source model itself is above {kept}.
+- quantkit computes the same tokens and log-probabilities as transformers, with or without transformers' cache.
 
-A verdict is *quantkit only* if the run warned that transformers does not load the checkpoint, and the last check
-passes. The source model must also give transformers' own tokens in quantkit. If 128 does not divide a width, groups
-are smaller; a line below the table says so if they are below 32. *Native*: quantkit's engine computes the model; other
-models run through transformers. *Share*: the share of the matrices in decoder layers that `rtn-int4` quantizes.
+A recipe's verdict is *quantkit only* if quantkit warned that transformers does not load the checkpoint, and the last
+check passes. For every model, quantkit must also compute the same tokens as transformers from the source model. If 128
+does not divide a width, groups are smaller; a line below the table names groups below 32. *Native*: quantkit's engine
+computes the model; other models run through transformers. *Share*: the share of the matrices in decoder layers that
+`rtn-int4` quantizes.
 """
 
 
