@@ -23,7 +23,7 @@ from quantkit.checkpoints.folder import CONFIG_NAME, check_folder, find_tensors,
 from quantkit.checkpoints.header import TensorInfo, checked_dtypes, read_header
 from quantkit.errors import CheckpointError, suggestion
 from quantkit.formats import is_gguf
-from quantkit.machine.cores import available_cores
+from quantkit.machine.system import available_cores
 from quantkit.numerics.scheme import LinearScheme
 from quantkit.safety.untrusted import CHUNK_BYTES, file_stamp, opened, read_chunks
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from quantkit.checkpoints.folder import text_folder
 from quantkit.errors import ModelError, first_line
-from quantkit.safety.child_process import ends_well
+from quantkit.machine.system import ends_well
 
 _TIMEOUT_S, _MAX_BYTES = 20.0, 1 << 30
 _CHAT_S, _CHAT_BYTES = 10.0, 1 << 30

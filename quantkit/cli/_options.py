@@ -220,7 +220,7 @@ def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
 def launch_ranks(nproc: int) -> NoReturn:
     """Run this command in several processes on this machine, and exit with their exit code."""
     from quantkit.distributed import launch
-    from quantkit.safety.child_process import QUANTKIT, python
+    from quantkit.machine.system import QUANTKIT, python
 
     click.get_current_context().exit(launch(nproc, [*python(QUANTKIT), *sys.argv[1:]]))
 

@@ -17,8 +17,7 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from quantkit.errors import InputError, ResourceError, first_line, require_linux
-from quantkit.machine.cores import available_cores
-from quantkit.machine.system import end_with_parent
+from quantkit.machine.system import available_cores, end_with_parent
 
 RESUME = "run the same command again to continue, with any number of processes"
 START = timedelta(minutes=30)

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from quantkit.errors import InputError
-from quantkit.machine.cores import cgroup_quota
+from quantkit.machine.system import cgroup_quota
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Maximum number of threads of a computation. OpenMP aborts the process if it cannot start the requested number."""

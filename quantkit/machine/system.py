@@ -1,15 +1,21 @@
-"""Calls that differ between Linux, macOS and Windows. No other module imports Python's modules for a single system.
+"""Calls that differ between Linux, macOS and Windows: locks, limits, cores, memory, and child processes.
 
 macOS has no /proc, and no signal when a parent dies. Windows also lacks `fcntl`, `resource` and folders that can be
-opened. Locks are locks of the kernel everywhere: they end with the process, so no lock is ever stale.
+opened. Locks are kernel locks on every system. They end with the process, so no lock is ever stale. No other module
+imports Python modules that exist on one system only. This module does not import torch, because OpenMP reads its
+settings when torch is imported.
 """
 
 import contextlib
 import ctypes
+import faulthandler
 import hashlib
 import os
+import pickle
 import re
+import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,11 +32,16 @@ else:
 CAN_DELETE_OPEN_FILES = sys.platform != "win32"
 CAN_FORK = sys.platform == "linux"
 """Whether a forked child can compute. Windows has no fork, and libraries of macOS crash in a forked child."""
+QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
+"""Code that runs quantkit's command line, for `python`."""
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # a child must load no library between fork and exec
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _LOCKED_BYTE = 1 << 30  # Windows locks bytes against reading too, so this one is past the end of every file
 _RETRY_S = 0.1
+_START_S = 120.0  # to start Python and import what the work needs, on a busy machine
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
 _MOST_SOCKETS = 8192  # Windows has no limit; this is more than a server of one model needs
 
 
@@ -102,6 +113,56 @@ def user_id() -> int | None:
 def core_numbers() -> frozenset[int]:
     """Return the numbers of the cores on which this process may run; outside Linux, these are all cores."""
     return frozenset(os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1))
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use: the lower of affinity and cgroup quotas, at least 1."""
+    allowed = len(core_numbers())
+    quota = cgroup_quota()
+    return allowed if quota is None else max(1, min(allowed, quota))
+
+
+def cgroup_quota(root: Path = _CGROUPS, own: Path = _OWN) -> int | None:
+    """Return the number of whole cores that cgroups (versions 1 and 2) allow this process, at least 1; None = no limit.
+
+    Args:
+        root: folder where cgroups are mounted.
+        own: file in which Linux lists the groups of this process.
+    """
+    quotas = [quota for folder in _folders(root, own) if (quota := _quota(folder)) is not None]
+    # Every group from the root to the process counts: systemd and Slurm set limits some levels below the root.
+    return min(quotas, default=None)
+
+
+def _folders(root: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders that may hold a quota: the mounts, and the groups of this process from the lowest up."""
+    mounts = {"cpu": (root / "cpu",), "": (root, root / "unified")}
+    for several in mounts.values():
+        yield from several
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:  # not Linux, or /proc is not mounted
+        return
+    for line in lines:
+        controllers, _, path = line.partition(":")[2].partition(":")
+        names = [part for part in path.split("/") if part]
+        # Version 2 names no controllers. A path with ".." is above what this container sees.
+        for controller in {"cpu", ""}.intersection(controllers.split(",")) if ".." not in names else ():
+            for mount in mounts[controller]:
+                yield from (mount.joinpath(*names[:end]) for end in range(len(names), 0, -1))
+
+
+def _quota(folder: Path) -> int | None:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        # Rounded down: one thread too many would use up the quota early, and then all threads would wait.
+        return max(1, int(quota) // int(period)) if int(quota) > 0 else None
+    except (OSError, ValueError):  # not there, or "max"
+        return None
 
 
 def status_bytes(key: str) -> int | None:
@@ -176,3 +237,64 @@ def after_fork(work: Callable[[], object]) -> None:
     """Have every forked child of this process call a function first. Windows has no forks."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=work)
+
+
+def python(code: str) -> list[str]:
+    """Return the command of a Python that runs `code` with this process's import path; arguments may be appended.
+
+    With `-m`, or with `-c` alone, Python would import from the current folder, which may be an untrusted model.
+    """
+    path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100 - "" is the current folder
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {code}"]
+
+
+def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | None = None) -> bool:
+    """Whether a child finishes some work in time and without an error.
+
+    The child is a fork or, where forks cannot compute, a new Python, which takes seconds and has no memory limit.
+
+    Args:
+        work: function to run; must be picklable, and must not use threads, which a forked child lacks.
+        seconds: time limit; a new Python gets two minutes more.
+        num_bytes: memory limit beyond what this process uses; None = no limit.
+    """
+    return _forked_ends_well(work, seconds, num_bytes) if CAN_FORK else _started_ends_well(work, seconds)
+
+
+def _started_ends_well(work: Callable[[], object], seconds: float) -> bool:
+    command = python("import pickle; pickle.load(sys.stdin.buffer)()")
+    try:
+        # This process made the pickle, so it is safe to load.
+        done = subprocess.run(command, input=pickle.dumps(work), capture_output=True, timeout=_START_S + seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _forked_ends_well(work: Callable[[], object], seconds: float, num_bytes: int | None) -> bool:
+    ended, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            faulthandler.disable()
+            # Added to what the fork inherits; otherwise the limit would be exceeded before any work.
+            used = status_bytes("VmData") or 0
+            limit_process(data_bytes=None if num_bytes is None else used + num_bytes)
+            work()
+            # Not sys.exit: the parent's buffers and exit handlers must not be run a second time.
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(written)
+    try:
+        # The pipe closes when the child ends, however it does.
+        is_done = bool(select.select([ended], [], [], seconds)[0])
+    finally:
+        os.close(ended)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    return is_done and status == 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from quantkit.distribution import install_command
 from quantkit.errors import RequestError, first_line
-from quantkit.safety.child_process import python
+from quantkit.machine.system import python
 
 # Whitespace between the parts of JSON: enough for indentation, but limited, because models may write it without end.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,20}"}

@@ -15,7 +15,7 @@ from quantkit.errors import RequestError
 from quantkit.kernels import cpu, gpu
 from quantkit.kernels.layouts import page_bytes
 from quantkit.machine.devices import pick_device
-from quantkit.native.openmp_wait import watch_neighbours
+from quantkit.native import watch_neighbours
 from quantkit.quantities import dtype_name
 from quantkit.runtime.cache import policies
 from quantkit.runtime.config import TOKEN_BUDGET, EngineConfig, adapter_folders

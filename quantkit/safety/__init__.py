@@ -1,1 +1,1 @@
-"""Limits on work caused by untrusted files: child processes, and bounds on time, memory and size."""
+"""Limits on work caused by untrusted files: bounds on the size, depth and time of reading."""

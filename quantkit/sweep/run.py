@@ -24,7 +24,7 @@ from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.pipeline.state import calibration_digest, describe_versions, refuse_changes
 from quantkit.compress.recipe import Recipe
 from quantkit.errors import InputError, ReportError, ResumeError
-from quantkit.machine.cores import available_cores
+from quantkit.machine.system import available_cores
 from quantkit.output.staging import check_checkpoint
 from quantkit.output.work_folder import work_folder
 from quantkit.output.writer import write_json, write_text

@@ -24,9 +24,8 @@ from typing import Any, TextIO
 
 from quantkit.distribution import install_command
 from quantkit.errors import AuditError, GateFailure, InputError, QuantkitError, ResourceError, first_line
-from quantkit.machine.system import killed_with_parent, lock
+from quantkit.machine.system import QUANTKIT, killed_with_parent, lock, python
 from quantkit.planning import estimate
-from quantkit.safety.child_process import QUANTKIT, python
 
 RETRIES = 3  # attempts after the first one, if Ray loses the worker
 _PROGRAM_BYTES = 1 << 30  # interpreter and libraries

@@ -15,8 +15,8 @@ from quantkit.checkpoints import tokenizer as module
 from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.cli import main
 from quantkit.errors import ModelError, RequestError
+from quantkit.machine.system import ends_well
 from quantkit.runtime.llm import LLM
-from quantkit.safety.child_process import ends_well
 from tests.helpers import make_model, save_tokenizer
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

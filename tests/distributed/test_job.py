@@ -14,7 +14,7 @@ import pytest
 from quantkit.cli._output import explain
 from quantkit.distributed import gather, job, joined, launch, rank
 from quantkit.errors import InputError, ResourceError
-from quantkit.safety.child_process import python
+from quantkit.machine.system import python
 from tests import forked
 from tests.distributed import jobs
 

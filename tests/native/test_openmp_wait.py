@@ -10,7 +10,7 @@ import time
 import pytest
 
 import quantkit
-from quantkit.native import openmp_wait
+from quantkit import native
 from quantkit.runtime.llm import LLM
 
 
@@ -38,7 +38,7 @@ class FakeOpenMP:
 )
 def test_idle_threads_are_kept_while_others_need_the_cores(cores, threads, others, started):
     openmp = FakeOpenMP()
-    watcher = openmp_wait.Watcher(openmp, frozenset(range(cores)))
+    watcher = native.Watcher(openmp, frozenset(range(cores)))
     watcher.expect(threads)
     watcher.observe(others)
     watcher.observe(others)  # once is enough
@@ -52,7 +52,7 @@ def test_idle_threads_are_kept_while_others_need_the_cores(cores, threads, other
 
 
 def test_between_the_two_bounds_nothing_changes():
-    watcher = openmp_wait.Watcher(FakeOpenMP(), frozenset(range(2)))
+    watcher = native.Watcher(FakeOpenMP(), frozenset(range(2)))
     watcher.expect(2)
     watcher.observe(0.2)
     assert not watcher.crowded
@@ -67,8 +67,8 @@ SPINNING = """
 import os, time
 os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:2])  # OpenMP counts the cores when it is loaded
 import torch
-from quantkit.native import openmp_wait
-openmp_wait._INTERVAL_S = 3600  # nothing but what is pretended here
+from quantkit import native
+native._INTERVAL_S = 3600  # nothing but what is pretended here
 torch.set_num_threads(2)
 a = torch.ones(1 << 20)
 
@@ -80,9 +80,9 @@ def spent():
         time.sleep(0.02)
     return time.process_time() - started
 
-openmp_wait.watch_neighbours(2)
+native.watch_neighbours(2)
 for others in (0.0, 99.0, 0.0):
-    openmp_wait._watcher.observe(others)
+    native._watcher.observe(others)
     time.sleep(0.2)
     print(spent())
 """
@@ -106,9 +106,9 @@ def test_openmp_stops_spinning_and_begins_again():
 def watched(monkeypatch):
     """Numbers of threads that watchers are told, none of which runs."""
     told = []
-    monkeypatch.setattr(openmp_wait, "_watcher", None)
-    monkeypatch.setattr(openmp_wait.Watcher, "run", lambda self: None)
-    monkeypatch.setattr(openmp_wait.Watcher, "expect", lambda self, count: told.append(count))
+    monkeypatch.setattr(native, "_watcher", None)
+    monkeypatch.setattr(native.Watcher, "run", lambda self: None)
+    monkeypatch.setattr(native.Watcher, "expect", lambda self, count: told.append(count))
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     return told
@@ -144,14 +144,14 @@ def test_whatever_computes_is_watched(watched, tiny_llama, tmp_path, work):
 def test_what_the_user_says_of_waiting_holds(watched, monkeypatch, variables, is_watched):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    openmp_wait.watch_neighbours(2)
+    native.watch_neighbours(2)
     assert bool(watched) == is_watched
 
 
 def test_busy_seconds_grow_by_what_is_computed():
     cores = frozenset(os.sched_getaffinity(0))
-    before, ends = openmp_wait.busy_seconds(cores), time.process_time() + 0.3
+    before, ends = native.busy_seconds(cores), time.process_time() + 0.3
     while time.process_time() < ends:
         pass
-    assert openmp_wait.busy_seconds(cores) - before > 0.2
-    assert openmp_wait.busy_seconds(frozenset()) == 0
+    assert native.busy_seconds(cores) - before > 0.2
+    assert native.busy_seconds(frozenset()) == 0

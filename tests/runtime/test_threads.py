@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quantkit.errors import InputError
+from quantkit.machine.system import ends_well
 from quantkit.runtime.engine import threads
 from quantkit.runtime.llm import LLM
 from quantkit.runtime.types import SamplingParams
-from quantkit.safety.child_process import ends_well
 from tests.helpers import make_model
 
 

@@ -38,7 +38,7 @@ from quantkit.errors import CheckpointError, OutputError
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.machine.devices import threads_within_quota
 from quantkit.machine.system import peak_bytes
-from quantkit.native.openmp_wait import watch_neighbours
+from quantkit.native import watch_neighbours
 from quantkit.numerics.matmul import quick_products
 from quantkit.output.staging import Stage, check_apart, check_gguf, open_stage
 from quantkit.output.work_folder import WorkFolder

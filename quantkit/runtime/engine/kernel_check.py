@@ -34,7 +34,7 @@ from quantkit.kernels.reference import experts
 from quantkit.kernels.reference.ops import gated
 from quantkit.kernels.types import AttentionOptions, ForwardBatch, HeadNorms, Linear
 from quantkit.machine.devices import entered
-from quantkit.machine.system import user_id
+from quantkit.machine.system import python, user_id
 from quantkit.numerics.affine import WeightGrid, round_to_nearest
 from quantkit.numerics.dtype import DTYPES
 from quantkit.numerics.kv_cache import LayerCache
@@ -42,7 +42,6 @@ from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightSchem
 from quantkit.runtime.cache.kv_cache import KVCache
 from quantkit.runtime.engine.batch_builder import BatchBuilder, ScheduledChunk
 from quantkit.runtime.sequence import PageHolder
-from quantkit.safety.child_process import python
 from quantkit.safety.untrusted import read_object
 
 TOLERANCE = 0.03

@@ -17,9 +17,8 @@ import torch
 from torch.nn import functional
 
 from quantkit.errors import InputError
-from quantkit.machine.cores import available_cores
 from quantkit.machine.devices import MAX_THREADS
-from quantkit.machine.system import after_fork
+from quantkit.machine.system import after_fork, available_cores
 
 # A number of threads is good enough if its time is within this factor of the best; other cores stay free for others.
 _GOOD_ENOUGH = 1.10

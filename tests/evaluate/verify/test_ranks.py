@@ -11,7 +11,7 @@ import quantkit
 from quantkit.cli import main
 from quantkit.evaluate import work_sharing
 from quantkit.evaluate.tasks import read_named_text
-from quantkit.safety.child_process import QUANTKIT, python
+from quantkit.machine.system import QUANTKIT, python
 
 ASKED = ("--suite", "none", "--tasks", "demo_facts,demo_answers", "--limit", "32", "--no-bench", "--sensitivity")
 
