@@ -102,6 +102,8 @@ def run_forked(
 ) -> tuple[int | None, int]:
     """Call in a child that has the imports of this process, and leaves without what its parent has to tidy up.
 
+    Linux only. Processes that the child has begun and left running are killed when it ends.
+
     Args:
         work: called; what it raises makes the exit code 1, but for SystemExit.
         stdout, stderr: files of the child's output, written anew; may be one.
@@ -111,18 +113,15 @@ def run_forked(
         exit code, negative = the signal that ended it, None = killed after `limit_s`; the most resident bytes.
     """
     sys.stdout.flush()  # else the child would write it again
-    ended, written = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(ended)
         os.setsid()
         _leave(work, stdout, stderr, limit_bytes)
-    os.close(written)
-    # The other end of the pipe is closed when the child is gone, and whatever it has begun.
+    # Not a pipe, which stays open as long as any process that the child has forked.
+    ended = os.pidfd_open(child)
     in_time = bool(select.select([ended], [], [], limit_s)[0])
     os.close(ended)
-    if not in_time:
-        os.killpg(child, signal.SIGKILL)
+    os.killpg(child, signal.SIGKILL)  # before wait4, after which the number may be that of another group
     _, status, usage = os.wait4(child, 0)
     return os.waitstatus_to_exitcode(status) if in_time else None, usage.ru_maxrss * 1024
 
