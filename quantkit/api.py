@@ -1,4 +1,4 @@
-"""Python API with the same functions as the command line. A recipe can be given as a name, a file or a `Recipe`."""
+"""Python API: functions that do what the commands do. A recipe can be given as a name, a file or a `Recipe`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quantize(
     adapter: str | Path | None = None,
     listener: Listener = SILENT,
 ) -> CompressionResult:
-    """Compress a model to a new checkpoint.
+    """Compress a model, and write a new checkpoint.
 
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
@@ -44,15 +44,15 @@ def quantize(
         device: "auto", "cpu", "cuda" or "cuda:1".
         activations: where to keep hidden states between layers; "auto" keeps them in memory if a GPU computes, and on
             disk otherwise.
-        resume: continue an interrupted run with the same inputs.
-        overwrite: replace an existing output directory.
+        resume: continue an interrupted run that had the same inputs; False = start over.
+        overwrite: replace an existing output.
         engine: engine that must be able to read the result, e.g. "vllm" or "vllm:h100"; see `quantkit.engine_rules`.
-            A recipe whose result the engine cannot read is refused before the work starts. None = no particular engine.
+            If the engine cannot read the recipe's result, quantkit refuses before the work starts. None = any engine.
         adapter: folder of a LoRA adapter in PEFT's format, which is merged into the model before quantizing; None = no
             adapter.
-        listener: receives progress events.
+        listener: object that receives progress events, see `quantkit.compress.pipeline.state.Listener`.
     Returns:
-        The record of the compression: sizes, errors per linear, times.
+        Record of the compression: sizes, error of each linear, times.
     Raises:
         QuantkitError: see `quantkit.errors`.
     """
@@ -106,14 +106,14 @@ def verify(
         checkpoint: directory of the compressed model.
         baseline: directory or hub id of the original; None = the model that the checkpoint was made from.
         gates: gates, e.g. `["recovery>=98.9", "kl<=0.02"]`; None = the gates of the checkpoint's recipe.
-        options: measurements to make, see `quantkit.evaluate.verify.options.VerifyOptions`; None = the defaults, which
-            are short measurements.
+        options: what to measure, see `quantkit.evaluate.verify.options.VerifyOptions`; None = the defaults, which are
+            short measurements.
         output: directory for report.json, report.html, junit.xml and the model card; None = write no files.
-        progress: callback for progress messages.
+        progress: function that receives progress messages.
     Raises:
         QuantkitError: see `quantkit.errors`; a failed gate raises no error.
     """
-    # Imported late: compressing and reading recipes need no runtime.
+    # Imported late, because compressing and reading recipes need no engine.
     from quantkit.evaluate.verify.pair_checks import check_output, check_pair
     from quantkit.evaluate.verify.run import verify_pair
     from quantkit.report.files import write_report
@@ -147,9 +147,9 @@ def search(
     progress: Callable[[str], None] = lambda _: None,
     **how: Any,
 ) -> SearchResult | CacheSearchResult:
-    """Choose a number type for each part of a model, and write the choice as a recipe.
+    """Choose the number type of each part of a model that meets a target, and write the choice as a recipe.
 
-    Give one of the targets `bits`, `num_bytes`, `kl` and `recovery`, or `kv_bits`, or both.
+    Give exactly one of `bits`, `num_bytes`, `kl` and `recovery`; `kv_bits` can be added to it or given alone.
 
     Args:
         model: a directory or a hub id; None = the demo model that comes with quantkit.
@@ -163,7 +163,7 @@ def search(
         recovery: target: minimum recovery, which is the task scores in per cent of the original's.
         kv_bits: target for the KV cache: maximum stored bits per key or value.
         overrides: recipe fields to replace, see `quantize`.
-        progress: callback for progress messages.
+        progress: function that receives progress messages.
         how: further fields of `quantkit.bit_search.options.SearchOptions`: candidates, text, work, checkpoint ...
     Returns:
         The choice with its expected and measured KL; `reached` says whether the target was met. A CacheSearchResult if
@@ -171,7 +171,7 @@ def search(
     Raises:
         QuantkitError: see `quantkit.errors`; a GateFailure if no choice can meet the target.
     """
-    # Imported late: compressing and reading recipes need no runtime.
+    # Imported late, because compressing and reading recipes need no engine.
     from quantkit.bit_search.cache_run import search_cache
     from quantkit.bit_search.options import SearchOptions, SearchTarget
     from quantkit.bit_search.run import search_recipe

@@ -1,6 +1,6 @@
 """The installed distribution: its name on package indexes, its version, and the commands that install its extras.
 
-The name differs from the package's: on PyPI, `quantkit` is a different project.
+The distribution is not called `quantkit`, because on PyPI `quantkit` is a different project.
 """
 
 from importlib import metadata
@@ -9,12 +9,12 @@ DISTRIBUTION = "quantkit-lm"  # the name in pyproject.toml
 
 
 def own_version(absent: str) -> str:
-    """Return the version of quantkit; `absent` if it runs from a folder and is not installed."""
+    """Return the version of quantkit, or `absent` if quantkit runs from a folder without being installed."""
     return installed_version(DISTRIBUTION, absent)
 
 
 def installed_version(name: str, absent: str) -> str:
-    """Return the version of an installed package; `absent` if it is not installed."""
+    """Return the version of an installed package, or `absent` if the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

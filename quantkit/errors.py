@@ -1,17 +1,17 @@
 """All deliberate errors of quantkit, and their exit codes on the command line.
 
-    QuantkitError                 never raised itself
-    ├── InputError          4     what was given cannot be used
+    QuantkitError                 base class of the others; never raised itself
+    ├── InputError          4     input from the user that cannot be used
     │   ├── ModelError            the model directory: config, architecture, weights
     │   ├── CheckpointError       a file on disk: missing, truncated, inconsistent
     │   ├── RecipeError           a recipe: unknown key, bad value, impossible combination
     │   ├── SchemeError           a number scheme that does not fit a tensor or a format
     │   ├── DataError             text, images or task items for calibration or evaluation
-    │   ├── GateError             a gate that cannot be read or names no known number
+    │   ├── GateError             a gate that is not valid or names an unknown metric
     │   ├── ReportError           a report.json that is missing or damaged, or has an unsupported version
-    │   ├── OutputError           the place to write to
+    │   ├── OutputError           an output path that cannot be written or is already taken
     │   ├── RequestError          a prompt or its sampling parameters
-    │   └── ResumeError           an interrupted run that belongs to other inputs
+    │   └── ResumeError           an interrupted run whose inputs differ from those of this run
     ├── GateFailure         3     a gate did not hold, or a search missed its target
     ├── ResourceError       5     out of disk, memory or device memory, or Linux is needed
     └── AuditError          1     the finished checkpoint differs from the plan: a bug, never the user's fault
@@ -24,12 +24,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_LONGEST_NAME = 200  # the time of a comparison grows with the product of both lengths
-_LONGEST_LINE = 240  # in a longer line, explanations follow the first sentence
+_LONGEST_NAME = 200  # characters; the time of comparing two names grows with the product of their lengths
+_LONGEST_LINE = 240  # of a longer line, only the first sentence is kept
 
 
 class QuantkitError(Exception):
-    """Base of all deliberate errors; `exit_code` is what the command line returns."""
+    """Base class of all deliberate errors; `exit_code` is the exit code of a command that ends with the error."""
 
     exit_code = 1
 
@@ -100,7 +100,7 @@ def require_linux(what: str) -> None:
     """Refuse something that works only on Linux.
 
     Args:
-        what: the thing that needs Linux; the message begins with it.
+        what: what needs Linux, e.g. an option; the message begins with this text.
     Raises:
         ResourceError: the system is not Linux.
     """
@@ -110,7 +110,7 @@ def require_linux(what: str) -> None:
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Prefix the messages of deliberate errors inside the block with `where`: the file, module or key."""
+    """Put `where` (a file, module or key) in front of the messages of quantkit's errors that the block raises."""
     try:
         yield
     except QuantkitError as error:
@@ -134,11 +134,11 @@ def is_panic(error: BaseException) -> bool:
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:
-    """Return ` (did you mean X?)` with the nearest option, or an empty string.
+    """Return ` (did you mean 'X'?)` with the option most similar to a name; empty if no option is similar.
 
     Args:
-        name: the given name.
-        options: the valid names.
+        name: name that the user gave.
+        options: valid names.
     """
     close = difflib.get_close_matches(name[:_LONGEST_NAME], list(options), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,6 +1,5 @@
-"""Describe a checkpoint from its headers, without reading weights; even the largest model takes about a second.
-
-Stored values are not checked for validity.
+"""Describe a checkpoint from the headers of its files. Weights are neither read nor checked, so even the largest model
+takes about a second.
 """
 
 import contextlib
@@ -47,13 +46,13 @@ _SHAPE = "weight_shape"
 _OWN_ENTRIES = "quantkit."
 _EXPERT = re.compile(r"\bexperts\b")
 
-# Order of the rows by kind of module; the linears of a layer have rank 1.
+# Order of the table's rows by kind of module; all other kinds, the linears of a layer, have rank 1.
 _RANKS = {"embedding": 0, "norms": 2, "head": 3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Module:
-    """Storage and number of parameters of one module that has tensors."""
+    """Storage and number of parameters of one module of a checkpoint."""
 
     kind: str
     stored_as: str
@@ -94,7 +93,7 @@ def inspect(path: str | Path) -> CheckpointSummary:
         modules, mtp = list(named.values()), _heads(reader, named)
         noted = _noted(read_manifest(reader.path))
         held = _stored_model(reader.config, format_, modules)
-    # Without the embedding, which may be quantized too in a GGUF file.
+    # `bits_per_weight` leaves out the embedding, which may be quantized in a GGUF file.
     linears = [module for module in modules if module.kind != "embedding"]
     weights, stored = sum(m.num_quantized for m in linears), sum(m.quantized_bytes for m in linears)
     return CheckpointSummary(
@@ -122,7 +121,7 @@ def _made_by(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
         if key.startswith(_OWN_ENTRIES) and isinstance(value, str | int | float)
     }
     recipe: Any = None
-    with contextlib.suppress(CheckpointError):  # others may write anything there
+    with contextlib.suppress(CheckpointError):  # other tools may write anything into this entry
         recipe = parse_yaml(entries.get(f"{_OWN_ENTRIES}recipe", ""), "the recipe of a GGUF file", CheckpointError)
     name = recipe.get("name") if isinstance(recipe, dict) else None
     return name if isinstance(name, str) else None, entries
@@ -162,7 +161,7 @@ def _module(
     format_ = recognised[0]
     shape = _shape(reader, name, infos, linear, format_)
     codes = math.prod(shape) if shape else _num_codes(reader, name, infos, linear)
-    # A weight's shape and the order of its groups describe it and are not counted as its bits.
+    # The bias, and tensors with the weight's shape and the order of its groups, do not count as bits of the weight.
     uncounted = sum(infos[local].num_bytes for local in {"bias", _SHAPE, format_.order_name} & infos.keys())
     return _Module(
         kind=_kind(name),
@@ -176,7 +175,7 @@ def _module(
 
 
 def _heads(reader: CheckpointReader, modules: Mapping[str, _Module]) -> HeadsSummary | None:
-    """Summarize the storage of MTP heads; None if the files have none."""
+    """Summarize how MTP heads are stored; None if the files have none."""
     stored = find_heads(reader.config, reader.names)
     members = [module for name, module in modules.items() if f"{name}.".startswith(stored.prefixes)]
     if not members:
@@ -202,7 +201,10 @@ def _shape(
 def _num_codes(reader: CheckpointReader, name: str, infos: Mapping[str, TensorInfo], linear: LinearScheme) -> int:
     packed = next((info for local, info in infos.items() if local.endswith(("packed", "weight"))), None)
     if packed is None:
-        raise CheckpointError(f"{reader.path}: {name} has scales but no codes; its tensors: {', '.join(infos)}")
+        raise CheckpointError(
+            f"{reader.path}: {name} has scales but no codes; its tensors are {', '.join(infos)}; download or copy the "
+            "checkpoint again"
+        )
     return int(packed.num_bytes * 8 // linear.weight.dtype.bits)
 
 
@@ -219,7 +221,7 @@ def _gguf_module(name: str, info: GGUFTensor) -> _Module:
 
 
 def _summaries(modules: Iterable[_Module]) -> Iterable[ModuleSummary]:
-    """Group modules of the same kind and storage into rows: embedding, linears, norms, head."""
+    """Yield one row for all modules of the same kind and number type, ordered as embedding, linears, norms, head."""
     groups: dict[tuple[str, str], list[_Module]] = {}
     for module in modules:
         groups.setdefault((module.kind, module.stored_as), []).append(module)
@@ -234,7 +236,7 @@ def _summaries(modules: Iterable[_Module]) -> Iterable[ModuleSummary]:
 
 
 def _kind(name: str) -> str:
-    """Return the kind of a module: `embedding`, `norms`, `head`, or the name without its layer: `self_attn.q_proj`."""
+    """Return the kind of a module: `embedding`, `norms`, `head`, or its name within a layer: `self_attn.q_proj`."""
     last = name.rpartition(".")[2]
     if last.endswith("norm") or last.startswith("ln_"):
         return "norms"
@@ -246,7 +248,7 @@ def _kind(name: str) -> str:
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
-    """Return the metadata in a JSON file that quantkit wrote into a checkpoint; an empty dict if there is no such file.
+    """Return the contents of a JSON file that quantkit wrote into a checkpoint; an empty dict if there is no such file.
 
     Raises:
         CheckpointError: the file exists but is not valid.
@@ -254,7 +256,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
     path = folder / name
     if not path.exists():
         return {}
-    return read_object(path, CheckpointError, "copy it again, or delete it to continue without it")
+    return read_object(path, CheckpointError, "copy it again, or delete it to continue without its information")
 
 
 def merged_digests(path: Path) -> tuple[str, ...]:
@@ -275,7 +277,7 @@ def merged_digests(path: Path) -> tuple[str, ...]:
 
 
 def merged_record(path: Path) -> AdapterRecord | None:
-    """Return what the quantkit.json of a checkpoint says about its merged adapter; None if it names none."""
+    """Return the record of the merged adapter in the quantkit.json of a checkpoint; None if it has none."""
     return None if is_gguf(path) else _noted(read_manifest(path)).get("adapter")
 
 
@@ -290,11 +292,11 @@ def refuse_merged(path: Path, digest: str, name: str) -> None:
         ModelError: the adapter was merged already.
     """
     if digest in merged_digests(path):
-        raise ModelError(f"{path}: adapter {name!r} was merged into its weights already; leave --adapter out")
+        raise ModelError(f"adapter {name!r} was merged into the weights of {path} already; leave --adapter out")
 
 
 def _noted(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a manifest records: fields of `CheckpointSummary`."""
+    """Return the fields of `CheckpointSummary` that a checkpoint's quantkit.json determines."""
     recipe, result = section(manifest, "recipe"), section(manifest, "result")
     layers, records = result.get("layers"), []
     for layer in layers if isinstance(layers, list) else []:
@@ -315,10 +317,10 @@ def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
-    """Compare the headers of two checkpoints: format, sizes, and how each kind of module is stored.
+    """Compare two checkpoints by their headers: format, sizes, and how each kind of module is stored.
 
     Args:
-        left, right: paths, as for `inspect`.
+        left, right: paths of the checkpoints, see `inspect`.
     Raises:
         ModelError, CheckpointError: see `inspect`.
     """
@@ -340,9 +342,9 @@ def compare(left: str | Path, right: str | Path) -> CheckpointDifference:
 
 
 def _config_differences(left: Path, right: Path) -> Iterable[tuple[str, str, str]]:
-    """Yield each config entry that differs, as (key, left value, right value).
+    """Yield (key, left value, right value) for each entry of config.json, or of GGUF metadata, that differs.
 
-    A directory and a GGUF file have no comparable entries, so nothing is yielded for such a pair.
+    Nothing is yielded for a directory and a GGUF file, because their entries have different names.
     """
     if is_gguf(left) != is_gguf(right):
         return

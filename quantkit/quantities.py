@@ -1,6 +1,7 @@
 """Format and parse amounts for people: numbers, shares, bytes and times.
 
-Unknown values are written as a dash. Examples of input: `24GiB`, `4.3TB/s`, `780TFLOP/s`, `32k`, `7B`, `30B-A3B`.
+Values that are None or NaN are written as a dash. Examples of texts that are parsed: `24GiB`, `4.3TB/s`, `780TFLOP/s`,
+`32k`, `7B`, `30B-A3B`.
 """
 
 import math
@@ -24,11 +25,12 @@ def dtype_name(dtype: object) -> str:
 
 
 def fitting_group(size: int, width: int) -> int:
-    """Return a group size that divides a width: the requested one, or the largest smaller one that engines support.
+    """Return a group size that divides the number of inputs of a linear: the requested size if possible, otherwise the
+    largest smaller size that engines support.
 
     Args:
         size: requested group size.
-        width: number of inputs.
+        width: number of inputs of the linear.
     Returns:
         The chosen size; if neither the requested size nor a smaller one in `GROUP_SIZES` fits, the requested size.
     """
@@ -49,7 +51,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """Format as `number` does, without trailing zeros: `12`, `3.5`, `1,234`."""
+    """Format a number as `number` does, but without trailing zeros: `12`, `3.5`, `1,234`."""
     text = number(value, digits)
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
@@ -60,12 +62,12 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def as_percent(share: float) -> str:
-    """Format a share (1 = all) in per cent with two digits: `7.5 %` or `76 %`."""
+    """Format a share, such as 0.76, in per cent with two digits: `7.5 %` or `76 %`."""
     return f"{100 * share:.2g} %" if abs(share) < 0.095 else f"{100 * share:.0f} %"
 
 
 def counted(count: int, noun: str) -> str:
-    """Format a number of things, thousands separated: `1 gate`, `12,000 tokens`; the noun is given in the singular."""
+    """Format a count with a noun, which is given in the singular: `1 gate`, `12,000 tokens`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -91,7 +93,7 @@ def byte_size(num_bytes: float | None) -> str:
     if num_bytes < 1024:
         return f"{num_bytes:.0f} byte{'' if num_bytes == 1 else 's'}"
     power = 1
-    # 1023.96 would be printed as 1024.0, so the next unit is used for it.
+    # The number is rounded first, because 1023.96 KiB would be printed as 1024.0 KiB.
     while round(num_bytes / 1024**power, 1) >= 1024 and power < len(_BINARY_UNITS):
         power += 1
     return f"{num_bytes / 1024**power:.1f} {_BINARY_UNITS[power - 1]}"
@@ -143,29 +145,29 @@ def parse_bytes(size: int | str, what: str = "memory") -> int:
         size: the text, or a number of bytes.
         what: name of the quantity, for messages.
     Raises:
-        InputError: the text is not an amount of at least one byte.
+        InputError: the text is not a number of bytes, or the number is below 1.
     """
     text = "" if isinstance(size, bool) else str(size)
     amount = round(_amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?", _BYTES, what, "24GiB or 24GB"))
     if amount < 1:
-        raise InputError(f"{what} {size!r} is less than a byte; write it as 24GiB or 24GB")
+        raise InputError(f"{what} {size!r} is less than one byte; write it as 24GiB or 24GB")
     return amount
 
 
 def parse_rate(text: str) -> float:
-    """Parse bytes per second: `4.3TB/s`; the `/s` is optional.
+    """Parse a bandwidth in bytes per second: `4.3TB/s`; the `/s` is optional.
 
     Raises:
-        InputError: the text is not a rate.
+        InputError: the text is not a bandwidth.
     """
     return _amount(text, r"(?i)([kmgtp]?|[kmgt]i)b?(?:/s)?", _BYTES, "bandwidth", "4.3TB/s or 40GB/s")
 
 
 def parse_flops(text: str) -> float:
-    """Parse operations per second: `780TFLOP/s`, `780T`.
+    """Parse a number of operations per second: `780TFLOP/s`, `780T`.
 
     Raises:
-        InputError: the text is not a rate.
+        InputError: the text is not such a number.
     """
     return _amount(text, r"(?i)([kmgtp]?)(?:flops?|flop/s|ops)?", _DECIMAL, "peak", "780TFLOP/s")
 
@@ -186,10 +188,10 @@ def parse_tokens(text: str, name: str = "context") -> int:
 
 
 def parse_budget(value: int | float | str) -> int | float:
-    """Parse a number of tokens, or a share below 1: `2048`, `2k`, `25%` or `0.25`.
+    """Parse a budget: a number of tokens, such as `2048` or `2k`, or a share below 1, such as `25%` or `0.25`.
 
     Raises:
-        InputError: the text is neither.
+        InputError: the text is neither a number of tokens nor such a share.
     """
     text = str(value).strip()
     share = text.removesuffix("%")
@@ -210,7 +212,7 @@ def parse_parameters(text: str) -> tuple[float, float]:
     """Parse the number of parameters in total and per token: `7B` is (7e9, 7e9), `30B-A3B` is (30e9, 3e9).
 
     Raises:
-        InputError: the text is not a number of parameters, or more parameters are active than exist.
+        InputError: the text is not a number of parameters, or a token uses more parameters than exist.
     """
     total, dash, active = text.partition("-")
     if dash and active[:1] not in ("a", "A"):
@@ -221,8 +223,8 @@ def parse_parameters(text: str) -> tuple[float, float]:
     ]
     if numbers[0] < 1 or numbers[-1] > numbers[0] or numbers[-1] < 1:
         raise InputError(
-            f"parameters {text!r}: {numbers[-1]:g} of {numbers[0]:g} parameters are active; at least 1 must be active "
-            "and at most all; write it as 7B or 30B-A3B"
+            f"parameters {text!r}: {numbers[-1]:g} of {numbers[0]:g} parameters are used per token; at least 1 must "
+            "be, and at most all; write it as 7B or 30B-A3B"
         )
     return numbers[0], numbers[-1]
 

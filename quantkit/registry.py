@@ -1,6 +1,6 @@
-"""Look up the modules of a package by file name. Every public module file is a member, which is imported on first use.
+"""Look up the modules of a package by file name. Every public module is a member, which is imported on first use.
 
-There are no entry points, decorators or import side effects.
+A new module is found without entry points, decorators or import side effects.
 """
 
 import functools
@@ -14,12 +14,12 @@ from quantkit.errors import InputError, suggestion
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registry:
-    """The modules of one package, each exposing one object under the same attribute name.
+    """The modules of one package. Each module defines one object; its attribute name is the same in all modules.
 
     Args:
         package: dotted package name, e.g. "quantkit.formats".
         attribute: name of the object that every module defines, e.g. "FORMAT".
-        noun: noun for a member in messages, e.g. "format".
+        noun: what messages call a member, e.g. "format".
     """
 
     package: str
@@ -42,12 +42,12 @@ class Registry:
         return key
 
     def load(self, name: str) -> Any:
-        """Import and return the member called `name`; raises the errors of `find`."""
+        """Import the member called `name` and return its object; raises the errors of `find`."""
         module = importlib.import_module(f"{self.package}.{self.find(name).replace('-', '_')}")
         return getattr(module, self.attribute)
 
     def all(self) -> dict[str, Any]:
-        """Import all members and return them keyed by name."""
+        """Import all members and return their objects, keyed by name."""
         return {name: self.load(name) for name in self.names()}
 
 

@@ -1,4 +1,4 @@
-"""Settings: dataclass fields with their description and command-line option.
+"""Settings: dataclass fields that carry their description and their command-line option.
 
 This module imports neither click nor anything slow, so that any layer can use it and `--help` stays fast.
 """
@@ -11,7 +11,7 @@ def setting(default: Any, text: str, **option: Any) -> Any:
     """Define a dataclass field with its description. If `flag` is given, commands can offer the field as an option.
 
     Args:
-        default: default value. If it is a tuple, the option is repeatable.
+        default: default value of the field. If it is a tuple, the option is repeatable.
         text: description, as `--help` prints it.
         option: properties of the option: `flag` (`--seed`, `-o --output FILE`, `--bos/--no-bos`); `choices`; the
             inclusive bounds `minimum` and `maximum` and the exclusive bounds `above` and `below`; `kind`, the type of a

@@ -1,4 +1,4 @@
-"""Upload a finished checkpoint to the Hugging Face hub, with a model card: contents, origin, and how to serve it.
+"""Upload a finished checkpoint to the Hugging Face Hub, with a model card: contents, origin, and how to load it.
 
 Only the checkpoint's files and the card are uploaded. The licence comes from the source model's card and is never
 guessed.
@@ -26,7 +26,7 @@ _CARRIED = ("license", "license_name", "license_link", "language", "base_model")
 
 
 def find_origin(model: str | Path | None) -> dict[str, Any]:
-    """Read the entries that the new card inherits from the source model's card: licence, language, hub id.
+    """Return the entries of the new card's front matter that come from the source model: licence, language, hub id.
 
     Args:
         model: argument of `quantize`: a directory, a hub id, or None or "demo" for the bundled model.
@@ -41,7 +41,8 @@ def find_origin(model: str | Path | None) -> dict[str, Any]:
 
 
 def card_entries(folder: Path) -> dict[str, Any]:
-    """Read the entries of a model's card that are copied into the card of its compressed version.
+    """Return the entries of a model's card that are copied into the card of its compressed version; empty if there are
+    none.
 
     Raises:
         ModelError: the front matter is not valid, or a link leads out of the folder.
@@ -59,11 +60,11 @@ def card_entries(folder: Path) -> dict[str, Any]:
 
 
 def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
-    """Return the text of a model card.
+    """Return the text of a checkpoint's model card.
 
     Args:
         checkpoint: directory or GGUF file.
-        repo: id on the hub.
+        repo: id of the repository on the hub, `user/name`.
         origin: entries inherited from the source model, see `find_origin`.
     """
     summary = inspect(checkpoint)
@@ -82,14 +83,14 @@ def hub_card(checkpoint: Path, repo: str, origin: Mapping[str, Any]) -> str:
 
 
 def _repeating(made_by: Mapping[str, str]) -> list[str]:
-    """Return the sections of a card that say how to make a GGUF file again; none if the file holds no recipe."""
+    """Return the parts of a card that say how to make a GGUF file again; none if the file holds no recipe."""
     recipe = made_by.get("quantkit.recipe")
     if recipe is None:
         return []
     others = {key.removeprefix("quantkit."): value for key, value in made_by.items() if value is not recipe}
     rows = facts((plain(key), plain(value)) for key, value in others.items())
     how = "Save this recipe as `recipe.yaml`. `quantkit quantize MODEL --recipe recipe.yaml` makes the file again."
-    # A fence longer than any in the recipe, which nobody has checked.
+    # The fence is longer than any in the recipe, which comes from the file and may contain anything.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
     return ["## How to make this file again", markdown_table(rows), how, f"{fence}yaml\n{recipe.strip()}\n{fence}"]
 

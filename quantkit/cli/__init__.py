@@ -22,10 +22,10 @@ REGISTRY = Registry(package=__name__, attribute="command", noun="command")
 
 
 class _Commands(CommandGroup):
-    """The commands, one per file of this package. Every error ends here as one line and an exit code."""
+    """Group of all commands, one per file of this package. It turns every error into one line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the command files."""
+        """Return the names of all commands."""
         return REGISTRY.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -150,7 +150,7 @@ class _FiniteRange(click.FloatRange):
 
 
 class _Listed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    """An option with several values separated by commas, such as `1,8`."""
+    """Type of an option with several values separated by commas, such as `1,8`."""
 
     name = "list"
 
@@ -184,13 +184,16 @@ def with_one_adapter(engine: dict[str, Any]) -> dict[str, Any]:
     names = list(adapter_folders(engine.get("adapters", ())))
     if len(names) > 1:
         raise click.UsageError(
-            f"--adapter is given {len(names)} times, but this command uses only one; `quantkit serve` takes several"
+            f"--adapter is given {len(names)} times, but this command uses one adapter; give --adapter once (only "
+            "`quantkit serve` takes several)"
         )
     return {**engine, "adapter": names[0]} if names else engine
 
 
 def engine_choice(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--engine`. The command receives `vllm`: settings of vLLM, or None if quantkit's engine runs the model."""
+    """Add `--engine` and `--engine-option` to a command. The command receives `vllm`: settings of vLLM, or None if
+    quantkit's engine runs the model.
+    """
 
     @click.option(
         "--engine",
@@ -258,7 +261,7 @@ def ranks_option(function: Callable[..., None], refusal: str = "") -> Callable[.
             try:
                 function(*args, **values)
             except (GateFailure, click.exceptions.Exit) as error:
-                # A verdict, not a failure; if raised in this block, it would end processes that may still be writing.
+                # Raised later: raised in this block, a verdict would end other processes, which may still be writing.
                 verdict = error if is_writer() else None
         if verdict is not None:
             raise verdict
@@ -284,7 +287,7 @@ RUN: Settings = {
     ),
     "overwrite": setting(False, "Replace an existing output.", flag="--overwrite"),
 }
-"""Settings that several commands share."""
+"""Options that several commands share: device, resume and overwrite."""
 
 set_option = click.option(
     "--set", "changes", metavar="FIELD=VALUE", multiple=True, help="Change a recipe field; repeatable."

@@ -36,15 +36,17 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 2000
 INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # as a shell reports processes ended by SIGINT and SIGPIPE
 
-# Memory errors of torch and of the dynamic loader are recognized by class name and message: reporting an error imports
-# nothing, C++ and torch's CPU allocator raise a plain RuntimeError, and a library that cannot be mapped raises an
+# Memory errors of torch and of the dynamic loader are recognized by class name and message, so that reporting an error
+# imports nothing. C++ and torch's CPU allocator raise a plain RuntimeError. A library that cannot be mapped raises an
 # ImportError.
 _NO_MEMORY = re.compile(r"can(no|')t allocate memory|bad_alloc|failed to map segment|can't start new thread", re.I)
 
 
 def open_streams() -> None:
-    """Open the null device for each standard stream that the caller closed; otherwise a file opened later would get the
-    stream's descriptor number. Let pipes and files take UTF-8, which Windows would encode in a code page.
+    """Prepare stdin, stdout and stderr.
+
+    Open the null device for each stream that the caller closed, because a file opened later would get the stream's
+    descriptor number. On Windows, use UTF-8 instead of the code page.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -54,9 +56,7 @@ def open_streams() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line on stderr, or on another stream. A closed stream is ignored, because it is no reason to end hours of
-    work.
-    """
+    """Print a line on stderr, or on another stream. If the stream is closed, print nothing, so that work can go on."""
     with contextlib.suppress(OSError):
         click.echo(printable(text), file=stream or sys.stderr)
 
@@ -125,7 +125,9 @@ def explain(error: BaseException) -> tuple[int, str]:
         advice = "for compression, see `quantkit plan --recipe`, and on a GPU try --activations disk"
         return ResourceError.exit_code, f"out of memory: {what}; {advice}; to run a model, try a smaller --kv-memory"
     if is_panic(error):  # caused by a file, such as a tokenizer's regular expression that fails on a text
-        return InputError.exit_code, f"a library written in Rust failed on a file or text: {_one_line(str(error))}"
+        return InputError.exit_code, (
+            f"a library written in Rust failed on a file or text ({_one_line(str(error))}); check the model's files"
+        )
     what = f"{type(error).__name__}: {_one_line(str(error))}"
     return 1, f"{what}; this is a bug; run again with --verbose for the traceback"
 
@@ -152,7 +154,7 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def _one_line(text: str) -> str:
-    """Shorten a text to one line of a few screens, without control characters."""
+    """Join a text into one line of at most 2,000 characters, without control characters."""
     # Cut before it is split: a message may quote megabytes of a file.
     line = " ".join(text[: 2 * _LONGEST_LINE].split())
     shown = printable(line)
@@ -161,10 +163,10 @@ def _one_line(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Form of the output.
+    """How a command prints its progress and its result.
 
     Args:
-        as_json: print one JSON object on stdout and nothing else there.
+        as_json: print one JSON object on stdout, and nothing else on stdout.
         quiet: print results only, no progress and no warnings.
         stream: stream for progress: the original stderr, even while stderr is redirected to hide output of libraries.
     """
@@ -201,7 +203,7 @@ class Output:
             console.print(*([""] if position else []), drawn, sep="\n")
 
     def require(self, held: bool, failure: str) -> None:
-        """Raise GateFailure unless `held`. With --json, end the command with the same exit code but without an error.
+        """Raise GateFailure if `held` is False. With --json, instead end the command with the same exit code.
 
         Raises:
             GateFailure: `held` is False; `failure` is the message.
@@ -231,9 +233,9 @@ class Command(_Documented):
 
     def __init__(self, name: str | None, *, params: list[click.Parameter] | None = None, **settings: Any) -> None:
         own = (
-            click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on stdout, nothing else."),
-            click.Option(["--quiet"], is_flag=True, help="No progress and no warnings."),
-            click.Option(["--verbose"], is_flag=True, expose_value=False, help="Tracebacks of errors."),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object on stdout, nothing else."),
+            click.Option(["--quiet"], is_flag=True, help="Print no progress and no warnings."),
+            click.Option(["--verbose"], is_flag=True, expose_value=False, help="Print the tracebacks of errors."),
         )
         super().__init__(name, params=[*(params or ()), *own], **settings)
 

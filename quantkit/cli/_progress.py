@@ -92,7 +92,7 @@ class Bar(Listener):
 
 @contextmanager
 def listening(output: Output) -> Iterator[Listener]:
-    """Yield the listener that fits the options and the terminal."""
+    """Yield a listener that shows progress: a bar on a terminal, otherwise lines; nothing with --quiet or --json."""
     if output.shows_progress and sys.stderr.isatty():
         bar = Bar()
         with bar.progress:
@@ -130,7 +130,7 @@ def _num(summary: dict[str, Any], key: str) -> int:
 
 
 def showing_layers(output_to: Output) -> Any:
-    """Return a function that shows the current layer.
+    """Return a function that shows the current layer as `12/32 NAME`.
 
     On a terminal, it overwrites the previous line; elsewhere, it prints a line every 10 seconds.
     """

@@ -40,7 +40,7 @@ class _Conversation:
     times: list[float] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forget the messages."""
+        """Forget all messages but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answered(self, text: str, answer: Answer) -> Iterator[str]:

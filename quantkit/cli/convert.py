@@ -1,4 +1,4 @@
-"""`quantkit convert`: write the same codes in another on-disk format."""
+"""`quantkit convert`: write the codes of a quantized checkpoint, unchanged, in another on-disk format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOW: Settings = {
 }
 
 
-@click.command("convert", cls=Command, short_help="Write the same codes in another format.")
+@click.command("convert", cls=Command, short_help="Write a checkpoint's codes in another format.")
 @click.argument("checkpoint")
 @click.option(
     "--to",

@@ -28,7 +28,7 @@ _ENGINE: Settings = {
 
 @click.command("eval", cls=Command, short_help="Measure perplexity and lm-eval tasks, alone or against the original.")
 @click.argument("checkpoint", required=False)
-@click.option("--baseline", metavar="MODEL", help="Evaluate this model too, and compare item by item.")
+@click.option("--baseline", metavar="MODEL", help="Evaluate this model too, and compare the two models item by item.")
 @click.option("--noise", is_flag=True, help="Also evaluate the baseline in another dtype, to measure noise.")
 @option_group("engine", _ENGINE)
 @option_group("asked", settings_of(EvaluationOptions))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="Format the prompt as a user's message with the chat template.")
 @click.option("--system", metavar="TEXT", help="System message before the prompt, with --chat.")
 @option_group("sampling", settings_of(SamplingParams), shown={"seed": "0"})
-@click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth to stderr.")
+@click.option("--stats", is_flag=True, help="Print TTFT, ITL, tokens/s and memory bandwidth on stderr.")
 @runtime_options
 @engine_choice
 def command(

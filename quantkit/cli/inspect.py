@@ -73,7 +73,7 @@ def _show_kernels(output_to: Output, device: str) -> None:
 def _difference(difference: CheckpointDifference) -> Table | str:
     rows = (*difference.facts, *difference.modules, *difference.entries)
     if not rows:
-        return "no difference in headers and configuration; tensors were not compared"
+        return "no difference in headers and configuration; the values of tensors were not compared"
     return Table(columns=tuple(map(Column, ("differs", difference.left, difference.right))), rows=rows)
 
 

@@ -33,7 +33,7 @@ _DEVICE: Settings = {
     ),
     "memory_bytes": setting(
         None,
-        "Memory to plan for, such as 24GiB; with --device, instead of the device's memory.",
+        "Memory to plan for, such as 24GiB; with --device, it replaces the device's memory.",
         flag="--memory SIZE",
         read=parse_bytes,
     ),

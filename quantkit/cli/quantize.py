@@ -132,9 +132,15 @@ def command(
 
 
 def _with_one_adapter(how: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with a single adapter; without this check, all but the first would be ignored silently."""
+    """Return the options with a single adapter in place of a tuple.
+
+    Raises:
+        UsageError: several adapters are given.
+    """
     if len(adapters := how.get("adapter", ())) > 1:
-        raise click.UsageError(f"--adapter is given {len(adapters)} times, but quantkit merges only one adapter")
+        raise click.UsageError(
+            f"--adapter is given {len(adapters)} times, but quantkit merges one adapter; give --adapter once"
+        )
     return {**how, "adapter": adapters[0]} if adapters else how
 
 

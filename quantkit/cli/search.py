@@ -59,7 +59,9 @@ def command(
       quantkit search --bits 4.5 --kv-bits 4
     """
     if not target or len(target.keys() - {"kv_bits"}) > 1:
-        raise click.UsageError("give exactly one of --bits, --size, --kl and --recovery, or --kv-bits, or both")
+        raise click.UsageError(
+            "give exactly one of --bits, --size, --kl and --recovery; --kv-bits can be added to it or given alone"
+        )
     from quantkit.bit_search import cache_run, run
     from quantkit.bit_search.setup import start_recipe
 

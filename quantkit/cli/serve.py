@@ -18,7 +18,7 @@ from quantkit.settings import setting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """Address, access and limits of a server. The setting of each field describes it."""
+    """Address, access and limits of a server; the text of each setting describes the field."""
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = setting(8000, "Port to listen on; 0 = any free port.", flag="--port", minimum=0, maximum=65535)

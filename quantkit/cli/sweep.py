@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _VERIFY: Settings = {
     **settings_of(EvaluationOptions, *ASKED),
-    "text": setting(None, "Text on which distributions are compared.", flag="--text FILE"),
+    "text": setting(None, "Text on which the distributions of both models are compared.", flag="--text FILE"),
     "bench": setting(True, "Time both models.", flag="--bench/--no-bench", shown="bench"),
     **settings_of(EngineConfig, "dtype", "kv_cache"),
 }
@@ -86,7 +86,7 @@ def command(
 
 
 def _check_before(recipes: Sequence[Recipe], changes: Sequence[str], verify: Mapping[str, Any]) -> None:
-    """Refuse, before hours of compressing, settings that trials would refuse later or that no trial would use."""
+    """Refuse settings that trials would refuse after hours of compressing, or that no trial would use."""
     from quantkit.evaluate.verify.options import check_options
 
     if all(recipe.calibration is None for recipe in recipes):
@@ -113,7 +113,7 @@ def _recipe(name: str, changes: Sequence[str]) -> Recipe:
 def _listed(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise click.UsageError("give one name, or several separated by commas")
+        raise click.UsageError(f"{text!r} contains no name; give one name, or several separated by commas")
     return list(dict.fromkeys(names))
 
 

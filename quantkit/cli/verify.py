@@ -43,7 +43,7 @@ drift_option = click.option(
     "--drift",
     metavar="TOKENS",
     callback=lambda _ctx, _option, text: None if text is None else parse_tokens(text, "--drift"),
-    help="Compare the distributions while decoding this many tokens, e.g. 2k.  [default: off]",
+    help="Compare the distributions of both models while decoding this many tokens, e.g. 2k.  [default: off]",
 )
 
 
@@ -66,7 +66,7 @@ def verify_options(
         text=text,
         bench=BENCH if bench else None,
         engine=engine,
-        # Quoted, so that it can be pasted into a shell again.
+        # Quoted, so that the command can be pasted into a shell.
         command=shlex.join(["quantkit", *sys.argv[1:]]),
         **what,
     )
@@ -153,7 +153,7 @@ def verify_result(
     how: Mapping[str, Any],
     summary: Table,
 ) -> None:
-    """Verify a new checkpoint, and rename it if it fails.
+    """Verify a new checkpoint, and rename it if a gate fails.
 
     Raises:
         GateFailure: a gate failed.
@@ -201,7 +201,7 @@ def command(
     """Read CHECKPOINT back from disk, compare it with its original, and check gates. A failed gate sets exit code 3.
 
     Writes report.json, report.html, junit.xml and README.md, the model card. With --adapter, both models use the
-    adapter; if it was merged into CHECKPOINT, --adapter says where it is.
+    adapter. If it was merged into CHECKPOINT, quantkit also merges it into the original, from --adapter's folder.
 
     \b
     Gates: recovery, recovery[TASK], score[TASK], perplexity, perplexity_ratio,

@@ -1,8 +1,8 @@
-"""Run one job in several processes: rank and world size, collectives, and a common end.
+"""Run one job in several processes: start and end them, number them by rank, and exchange data between them.
 
-Either torchrun or `launch`, which uses torch's launcher, starts the processes. Outside of `joined`, and in a job of one
-process, `rank` is 0, `world` is 1, and collectives return their input. Callers decide how to divide the work and in
-which order to sum; they guarantee that the result does not depend on the number of processes.
+The processes are started by torchrun, or by `launch`, which uses torch's launcher. Outside of `joined`, and in a job of
+one process, `rank` is 0, `world` is 1, and collectives return their input. Callers decide how to divide the work and in
+which order to sum. They must make sure that the result does not depend on the number of processes.
 """
 
 from quantkit.distributed.collectives import assign_work, barrier, broadcast, exchange, fill, gather, share_out

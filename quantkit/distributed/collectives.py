@@ -1,4 +1,4 @@
-"""Collectives between the processes of a job: NCCL for tensors on a GPU, gloo for everything else."""
+"""Exchange data between the processes of a job: with NCCL for tensors on a GPU, with gloo for everything else."""
 
 import io
 import itertools
@@ -15,9 +15,9 @@ T = TypeVar("T")
 S = TypeVar("S")
 K = TypeVar("K", bound=Hashable)
 
-_TOLD_AT_ONCE = 32  # results of shared work that are gathered at once
-_PADDED_AT_MOST = 1 << 16  # bytes: values up to this size are padded to the longest and gathered at once
-_ALIGNED = 16  # bytes: alignment of each tensor in a row of bytes
+_TOLD_AT_ONCE = 32  # number of results of shared work that are gathered together
+_PADDED_AT_MOST = 1 << 16  # bytes: values up to this size are padded to the longest, so that one call gathers all
+_ALIGNED = 16  # bytes: alignment of each tensor when tensors are sent as one row of bytes
 
 
 class Layout(NamedTuple):
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of elements from the first to the last, including unused elements in between."""
+        """Number of elements in memory from the tensor's first to its last, including unused elements in between."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -61,7 +61,7 @@ def barrier() -> None:
 
 
 def broadcast(value: T, source: int = 0) -> T:
-    """Return the value of process `source` in every process; the other processes' values are ignored."""
+    """Return, in every process, the value that process `source` gave; the values of other processes are ignored."""
     if world() == 1:
         return value
     import torch
@@ -79,7 +79,7 @@ def broadcast(value: T, source: int = 0) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all processes, in order of rank, in every process."""
+    """Return, in every process, the values of all processes in order of rank."""
     if world() == 1:
         return [value]
     import torch
@@ -100,7 +100,7 @@ def gather(value: T) -> list[T]:
 
 
 def _gathered(tensor: "torch.Tensor") -> "list[torch.Tensor]":
-    """Gather a CPU tensor from each process; its shape must be the same in all processes."""
+    """Return the CPU tensors of all processes in order of rank; all must have the same shape and dtype."""
     import torch
 
     gathered = [torch.empty_like(tensor) for _ in range(world())]
@@ -110,7 +110,7 @@ def _gathered(tensor: "torch.Tensor") -> "list[torch.Tensor]":
 
 
 def fill(tensor: "torch.Tensor", source: int) -> None:
-    """Overwrite a contiguous tensor with the contents of the same tensor in process `source`."""
+    """Overwrite a contiguous tensor with the contents of the corresponding tensor in process `source`."""
     if world() == 1:
         return
     from torch.distributed import BroadcastOptions
@@ -131,12 +131,12 @@ def _packed(value: Any) -> "torch.Tensor":
 
 def _unpacked(packed: "torch.Tensor") -> Any:
     """Unpack a value from another process of this job; tensors that were on a GPU go to this process's GPU."""
-    return pickle.loads(packed.numpy().data)  # of the same job, so trusted
+    return pickle.loads(packed.numpy().data)  # trusted, because a process of the same job packed it
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes only a tensor's own bytes. Torch would write the whole storage behind the tensor, and the
-    index of its GPU.
+    """Pickler that writes only the bytes of a tensor. Torch would write the whole storage that the tensor is a view of,
+    and the index of the tensor's GPU.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -158,14 +158,15 @@ def _tensor(layout: Layout, data: bytearray, is_on_gpu: bool) -> "torch.Tensor":
 def share_out(
     items: Sequence[S], compute: Callable[[S], T], costs: Sequence[float] = (), owners: Sequence[int] = ()
 ) -> list[T]:
-    """Divide items among the processes, and return the results of all items in every process.
+    """Divide items among the processes, compute a result for each item, and return all results in every process.
 
     Args:
-        items: the same in every process.
-        compute: computes the result of one item. It may use collectives only if `owners` is given and every process
-            calls them in the same order.
-        costs: cost of each item; the items are assigned largest first.
-        owners: process of each item. Without `costs` and `owners`, each process takes the next item when it is free.
+        items: all items; must be the same in every process.
+        compute: function that computes the result of one item. It may use collectives only if `owners` is given and
+            every process calls the collectives in the same order.
+        costs: estimated cost of each item, by which the items are divided, see `assign_work`.
+        owners: rank of the process that computes each item. Without `costs` and `owners`, each process takes the next
+            item when it is free.
     """
     if world() == 1:
         return [compute(item) for item in items]
@@ -180,11 +181,11 @@ def share_out(
     return [results[number] for number in range(len(items))]
 
 
-_asked = itertools.count()  # number of calls of `_free`, equal in all processes
+_asked = itertools.count()  # number of calls of `_free`, which is the same in all processes
 
 
 def _free(count: int) -> Iterator[int]:
-    """Yield numbers below `count` that no other process has taken."""
+    """Yield the numbers below `count`, in order, that no other process has taken yet."""
     name = f"free {next(_asked)}"
     while True:
         with lost_contact():
@@ -195,9 +196,9 @@ def _free(count: int) -> Iterator[int]:
 
 
 def assign_work(costs: Sequence[float]) -> list[int]:
-    """Return the process for each item of work, without communication.
+    """Return, for each item of work, the rank of the process that computes it. Processes need not communicate for this.
 
-    The largest items are assigned first, each to the process with the least work so far.
+    Items are assigned in order of falling cost, each to the process with the lowest total cost so far.
     """
     loads = [0.0] * world()
     owners = [0] * len(costs)
@@ -213,7 +214,8 @@ def exchange(
     """Send tensors to each process, and return the tensors that each process sent to this one.
 
     Args:
-        outgoing: for each process, the tensors to send, keyed by name; this process's own entry is returned unchanged.
+        outgoing: for each process, the tensors to send to it, keyed by name; the entry of this process is returned
+            unchanged.
         device: device of all tensors.
     """
     if world() == 1:
@@ -230,7 +232,7 @@ def exchange(
 def _swapped(
     named: "Mapping[K, torch.Tensor]", to: int, header: Mapping[K, Layout], source: int, device: "torch.device"
 ) -> "dict[K, torch.Tensor]":
-    """Send tensors to one process and receive tensors from another, in each direction as one row of bytes."""
+    """Send tensors to process `to` and receive tensors from process `source`, in each direction as one row of bytes."""
     import torch
 
     sizes = [_padded(layout.nbytes) for layout in header.values()]

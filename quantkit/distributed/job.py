@@ -1,7 +1,7 @@
 """Start, join and end a job of several processes.
 
-The launcher, torchrun or `launch`, ends the other processes when one fails, and torch raises an error in a process that
-waits for a dead one. This module makes sure that exactly one process reports the error.
+When a process fails, the launcher (torchrun or `launch`) ends the others, and torch raises an error in processes that
+wait for it. This module makes sure that exactly one process reports the error.
 """
 
 import contextlib
@@ -21,14 +21,15 @@ from quantkit.machine.system import available_cores, end_with_parent
 
 RESUME = "run the same command again to continue, with any number of processes"
 START = timedelta(minutes=30)
-"""Time in which all processes of a job must connect: people and schedulers start them one after another."""
+"""Time in which all processes of a job must connect. It is long because people and schedulers may start the processes
+one after another."""
 
-# torch notices a dead process at once, so a long wait is not an error: rank 0 may work alone for hours.
+# Long waits are allowed: rank 0 may work alone for hours, and torch notices a dead process at once.
 _PATIENCE = timedelta(days=7)
-# torch has no class for timeout errors.
+# Timeouts are recognized by their message, because torch has no class for them.
 _TIMED_OUT = re.compile("timed out|time-?out", re.IGNORECASE)
-_LAUNCHED = "QUANTKITLAUNCHED"  # set by `launch`, which itself reports which process was killed
-_STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun and `launch`: both end the other processes when one fails
+_LAUNCHED = "QUANTKITLAUNCHED"  # set by `launch`, which reports a killed process itself
+_STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun and `launch`, which end all processes when one fails
 _FIRST_SPEAKS = 1.0  # seconds to wait for rank 0: if it fails too, it reports the error
 _BEING_ENDED = 10.0  # seconds to wait for the launcher to end this process
 
@@ -44,7 +45,7 @@ class LostError(ResourceError):
 
 
 def rank() -> int:
-    """Number of this process in its job."""
+    """Number of this process in its job, from 0."""
     return _rank
 
 
@@ -54,7 +55,7 @@ def world() -> int:
 
 
 def is_writer() -> bool:
-    """Whether this process is the one that writes the output and prints: rank 0."""
+    """Whether this process writes the output and prints: true only for rank 0."""
     return rank() == 0
 
 
@@ -65,9 +66,10 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None]:
-    """Make this process part of the job that the launcher started, if any, while the block runs; all leave together.
+    """Make this process part of the launcher's job, if there is one, while the block runs.
 
-    Only one process reports an error: rank 0, if it fails too.
+    At the end of the block, each process waits for all others. If processes fail, only one reports its error: rank 0 if
+    it is among them.
 
     Args:
         explain: returns the exit code and a one-line message for an error.
@@ -79,7 +81,7 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
         yield
         return
     require_linux(_SEVERAL)
-    stream = sys.stderr  # kept, because stderr may later be redirected to hide messages of libraries
+    stream = sys.stderr  # remembered, because stderr may later be redirected to hide messages of libraries
     if _STARTED in os.environ:
         end_with_parent(signal.SIGTERM)
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -99,7 +101,7 @@ def joined(explain: Callable[[BaseException], tuple[int, str]]) -> Iterator[None
 
 
 def _meet() -> Any:
-    """Connect to all other processes, and return torch's store, which all processes share."""
+    """Wait until all processes of the job are connected, and return torch's key-value store, which they share."""
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -110,7 +112,9 @@ def _meet() -> Any:
     except (RuntimeError, OSError, ValueError) as error:
         text = first_line(error)
         if not _TIMED_OUT.search(text):  # such as a port in use or an unknown host
-            raise InputError(f"cannot connect to the other processes at MASTER_ADDR and MASTER_PORT: {text}") from error
+            raise InputError(
+                f"cannot connect to the other processes: {text}; check MASTER_ADDR and MASTER_PORT"
+            ) from error
         minutes = START.total_seconds() / 60
         text = f"not all processes of this job connected within {minutes:.0f} minutes ({text})"
         raise ResourceError(f"{text}; {RESUME}") from error
@@ -119,7 +123,7 @@ def _meet() -> Any:
 
 
 def _open_groups(number: int, size: int) -> None:
-    # Not torch's default group: libraries that find one start collectives that the other processes do not join.
+    # Not torch's default group: if there is one, libraries start collectives in it that other processes do not join.
     from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     _groups["cpu"] = ProcessGroupGloo(PrefixStore("gloo", _store), number, size, _PATIENCE)
@@ -132,7 +136,7 @@ def _open_groups(number: int, size: int) -> None:
 
 
 def _use_gpu(local: int) -> bool:
-    """Make the GPU with this index current; return False on a machine without GPUs."""
+    """Make the GPU with index `local` current and return True; return False on a machine without GPUs."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -153,7 +157,7 @@ def group(device_type: str) -> Any:
 
 
 def next_number(name: str) -> int:
-    """Return 0 to the first call in any process, then 1, and so on; no two calls get the same number."""
+    """Return how often this function was called before with this name, in all processes: 0, then 1, and so on."""
     return int(_store.add(name, 1)) - 1
 
 
@@ -171,7 +175,7 @@ def lost_contact() -> Iterator[None]:
 
 
 def _is_first_to_fail() -> bool:
-    """Whether this is the first process of the job to report an error; later calls return False."""
+    """Whether this call is the first of its kind in the job, so that this process should report its error."""
     try:
         return _store is None or next_number("failed") == 0
     except RuntimeError:  # the process with the store is gone, so one of the others must report the error
@@ -179,9 +183,10 @@ def _is_first_to_fail() -> bool:
 
 
 def _fail(error: BaseException, code: int, text: str, stream: TextIO) -> None:
-    """Exit with `code`; report the error first, unless another process has reported one.
+    """Report an error, unless another process has reported one, and end this process with exit code `code`.
 
-    Rank 0 returns instead if it is the first to fail and has not lost contact: its caller then reports the error.
+    If rank 0 is the first to report, and the error is not a lost contact, the function returns instead, and the caller
+    reports the error.
     """
     number, is_lost = int(os.environ["RANK"]), isinstance(error, LostError)
     if number and not is_lost:
@@ -192,7 +197,7 @@ def _fail(error: BaseException, code: int, text: str, stream: TextIO) -> None:
         if not is_lost or _LAUNCHED not in os.environ:
             _say(text if is_lost else f"rank {number}: {text}", stream)
     if is_lost and _STARTED in os.environ:
-        time.sleep(_BEING_ENDED)  # so that the exit code of the process that failed is that of the job
+        time.sleep(_BEING_ENDED)  # so that the job gets the exit code of the process that failed
     os._exit(code)
 
 
@@ -205,7 +210,7 @@ def _say(text: str, stream: TextIO) -> None:
 def launch(nproc: int, command: Sequence[str]) -> int:
     """Run a command in several processes on this machine with torch's launcher, and return the exit code of the job.
 
-    Processes report their own errors; `launch` reports a process that was killed.
+    The processes report their errors themselves, and `launch` reports a process that was killed.
 
     Args:
         nproc: number of processes. They share the CPU's threads equally, unless OMP_NUM_THREADS is set.
@@ -230,7 +235,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
         local_addr="localhost",
         max_restarts=0,
     )
-    logging.disable(logging.CRITICAL)  # torch's message about a failure fills a page
+    logging.disable(logging.CRITICAL)  # hides torch's message about a failure, which fills a page
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:

@@ -33,7 +33,7 @@ CAN_DELETE_OPEN_FILES = sys.platform != "win32"
 CAN_FORK = sys.platform == "linux"
 """Whether a forked child can compute. Windows has no fork, and libraries of macOS crash in a forked child."""
 QUANTKIT = "from quantkit.cli import main; main(prog_name='quantkit')"
-"""Code that runs quantkit's command line, for `python`."""
+"""Python code that runs quantkit's command line, to be passed to `python`."""
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # a child must load no library between fork and exec
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
@@ -75,7 +75,8 @@ def lock(descriptor: int, *, wait: bool) -> None:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Wait for a lock on a folder and hold it while the block runs; no file appears in the folder.
 
-    Windows cannot open folders. There the lock is on an empty file in the user's temporary folder, which remains.
+    On Windows, which cannot open folders, the lock is on an empty file in the user's temporary folder. The file is not
+    deleted.
     """
     if sys.platform == "win32":
         name = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
@@ -106,7 +107,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def user_id() -> int | None:
-    """Return the user whose rights this process has; None on Windows, where files do not show their owner."""
+    """Return the id of the user whose rights this process has; None on Windows, where files have no user id."""
     return None if sys.platform == "win32" else os.geteuid()
 
 
@@ -116,7 +117,9 @@ def core_numbers() -> frozenset[int]:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use: the lower of affinity and cgroup quotas, at least 1."""
+    """Return the number of cores that this process may use, at least 1: the number in its affinity mask, or the cgroup
+    quota if that is lower.
+    """
     allowed = len(core_numbers())
     quota = cgroup_quota()
     return allowed if quota is None else max(1, min(allowed, quota))
@@ -130,12 +133,12 @@ def cgroup_quota(root: Path = _CGROUPS, own: Path = _OWN) -> int | None:
         own: file in which Linux lists the groups of this process.
     """
     quotas = [quota for folder in _folders(root, own) if (quota := _quota(folder)) is not None]
-    # Every group from the root to the process counts: systemd and Slurm set limits some levels below the root.
+    # The lowest quota from the root to the group of the process counts: systemd and Slurm set it at levels in between.
     return min(quotas, default=None)
 
 
 def _folders(root: Path, own: Path) -> Iterator[Path]:
-    """Yield the folders that may hold a quota: the mounts, and the groups of this process from the lowest up."""
+    """Yield the folders that may hold a quota: the mounts of cgroups, and this process's groups from the lowest up."""
     mounts = {"cpu": (root / "cpu",), "": (root, root / "unified")}
     for several in mounts.values():
         yield from several
@@ -146,7 +149,7 @@ def _folders(root: Path, own: Path) -> Iterator[Path]:
     for line in lines:
         controllers, _, path = line.partition(":")[2].partition(":")
         names = [part for part in path.split("/") if part]
-        # Version 2 names no controllers. A path with ".." is above what this container sees.
+        # In version 2, the controllers are empty. A path with ".." is outside of what this container sees.
         for controller in {"cpu", ""}.intersection(controllers.split(",")) if ".." not in names else ():
             for mount in mounts[controller]:
                 yield from (mount.joinpath(*names[:end]) for end in range(len(names), 0, -1))
@@ -159,14 +162,14 @@ def _quota(folder: Path) -> int | None:
         else:
             quota = (folder / "cpu.cfs_quota_us").read_text().strip()
             period = (folder / "cpu.cfs_period_us").read_text().strip()
-        # Rounded down: one thread too many would use up the quota early, and then all threads would wait.
+        # Rounded down: with one thread too many, the quota is used up early, and then all threads wait.
         return max(1, int(quota) // int(period)) if int(quota) > 0 else None
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # no such file, or "max", which means no limit
         return None
 
 
 def status_bytes(key: str) -> int | None:
-    """Return the entry `key:   12 kB` of /proc/self/status, in bytes; None if there is no such entry."""
+    """Return, in bytes, the entry of /proc/self/status with this key, e.g. `VmRSS:   12 kB`; None if there is none."""
     with contextlib.suppress(OSError):
         entry = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         return int(entry[1]) * 1024 if entry else None
@@ -174,9 +177,9 @@ def status_bytes(key: str) -> int | None:
 
 
 def peak_bytes() -> int:
-    """Return the highest resident memory of this process so far, as the kernel counts it.
+    """Return the highest resident memory of this process so far, in bytes, as the kernel counts it.
 
-    It reads /proc if possible, because getrusage includes the program that started this one.
+    /proc is read if possible, because the value of getrusage includes the program that started this process.
     """
     if sys.platform == "win32":
         import psutil
@@ -187,19 +190,19 @@ def peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     import psutil
 
-    # psutil looks for the process by its number, and /proc may show the numbers of another namespace.
+    # psutil is only the fallback: it finds a process by its number, and /proc may show those of another namespace.
     return status_bytes("VmRSS") or int(psutil.Process().memory_info().rss)
 
 
 def limit_process(
     *, cpu_seconds: int | None = None, address_bytes: int | None = None, data_bytes: int | None = None
 ) -> None:
-    """Limit the CPU time and memory of this process for good; a crash then leaves no core file.
+    """Limit the CPU time and memory of this process permanently, and write no core file if it crashes.
 
-    Windows has no such limits, and macOS may ignore those of memory, so the parent must limit the time as well.
+    Windows has no such limits, and macOS may ignore limits of memory, so the parent process must limit the time too.
     """
     if sys.platform == "win32":
         return
@@ -234,29 +237,30 @@ def killed_with_parent() -> Callable[[], object] | None:
 
 
 def after_fork(work: Callable[[], object]) -> None:
-    """Have every forked child of this process call a function first. Windows has no forks."""
+    """Make every forked child of this process call a function before anything else; on Windows, there are no forks."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=work)
 
 
 def python(code: str) -> list[str]:
-    """Return the command of a Python that runs `code` with this process's import path; arguments may be appended.
+    """Return the command that runs `code` in a new Python with this process's import path; arguments may be appended.
 
-    With `-m`, or with `-c` alone, Python would import from the current folder, which may be an untrusted model.
+    With `-m`, or with `-c` alone, Python would import modules from the current folder, which may be an untrusted model.
     """
     path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100 - "" is the current folder
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {code}"]
 
 
 def ends_well(work: Callable[[], object], *, seconds: float, num_bytes: int | None = None) -> bool:
-    """Whether a child finishes some work in time and without an error.
+    """Run a function in a child process, and return whether it finished in time and without an error.
 
-    The child is a fork or, where forks cannot compute, a new Python, which takes seconds and has no memory limit.
+    The child is a fork of this process. On systems where a fork cannot compute, it is a new Python, which takes seconds
+    to start and has no memory limit.
 
     Args:
-        work: function to run; must be picklable, and must not use threads, which a forked child lacks.
-        seconds: time limit; a new Python gets two minutes more.
-        num_bytes: memory limit beyond what this process uses; None = no limit.
+        work: function to run; must be picklable, and must not use threads of this process, which a fork does not have.
+        seconds: time limit; a new Python gets two more minutes to start.
+        num_bytes: bytes that the child may allocate in addition to the memory of this process; None = no limit.
     """
     return _forked_ends_well(work, seconds, num_bytes) if CAN_FORK else _started_ends_well(work, seconds)
 
@@ -280,7 +284,7 @@ def _forked_ends_well(work: Callable[[], object], seconds: float, num_bytes: int
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             faulthandler.disable()
-            # Added to what the fork inherits; otherwise the limit would be exceeded before any work.
+            # The limit is added to the memory that the fork inherits, which alone may exceed it.
             used = status_bytes("VmData") or 0
             limit_process(data_bytes=None if num_bytes is None else used + num_bytes)
             work()

@@ -60,14 +60,14 @@ class Library:
         return None if _is_off() else self._loaded[0]
 
     def status(self) -> str:
-        """Return one line for `--stats`: how the library was compiled, or why torch is used instead."""
+        """Return one line for `--stats` that says how the library was compiled, or why torch is used instead."""
         return "off: QUANTKIT_NATIVE=0" if _is_off() else self._loaded[1]
 
     def function(self, name: str, arguments: str, returns: str = "") -> Function:
         """Return a function of the loaded library with its signature declared.
 
         Args:
-            name: name exported in C.
+            name: name under which the library exports the function.
             arguments: a letter for the type of each argument: p = pointer (takes `tensor.data_ptr()`), n = int64_t,
                 i = int, f = float, d = double.
             returns: letter for the type of the result; empty = void.
@@ -75,18 +75,18 @@ class Library:
         key = name, arguments, returns
         if key not in self._functions:
             loaded = self.get()
-            assert loaded is not None, "asked for without a library"
+            assert loaded is not None, "no library is loaded; check `get` first"
             symbol = loaded[name]
             symbol.argtypes, symbol.restype = [_TYPES[letter] for letter in arguments], _TYPES[returns]
             self._functions[key] = symbol
         return self._functions[key]
 
     def has_avx512(self) -> bool:
-        """Whether the library exists and uses AVX-512, and so multiplies bf16 without conversion."""
+        """Whether the library exists and uses AVX-512, whose instructions multiply bf16 without conversion."""
         loaded = self.get()
         return loaded is not None and bool(loaded.qk_has_avx512())
 
-    @cached_property  # threads that ask at once may both compile, which does no harm: see `build`
+    @cached_property  # two threads may compile at the same time, which does no harm: see `build`
     def _loaded(self) -> tuple[ctypes.CDLL | None, str]:
         try:
             path = find_library(self._sources, widest=os.environ.get("QUANTKIT_NATIVE"))
@@ -98,7 +98,12 @@ class Library:
 
 
 def _instructions(loaded: ctypes.CDLL, name: str) -> str:
-    """Return the instructions used by a loaded library with this file name, which may be fewer than the CPU has."""
+    """Return the names of the instruction sets that a loaded library uses; the CPU may have more.
+
+    Args:
+        loaded: the library.
+        name: name of its file.
+    """
     if name.startswith("neon-"):
         return "NEON with dot products"
     amx = ", AMX" if loaded.qk_has_amx() else ""
@@ -109,7 +114,7 @@ def _is_off() -> bool:
     return os.environ.get("QUANTKIT_NATIVE") == "0"
 
 
-@cache  # both libraries have the same reason
+@cache  # so that libraries with the same problem warn once
 def _warn_once(reason: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":  # of several ranks on a machine, only the first one warns
         return
@@ -152,10 +157,10 @@ class Watcher:
         return self._end is not None
 
     def observe(self, others: float) -> None:
-        """Switch if the cores have become crowded or quiet.
+        """Let threads sleep if the cores have become crowded, or spin again if the cores have become quiet.
 
         Args:
-            others: cores that other processes kept busy since the last call.
+            others: average number of cores that other processes kept busy since the last call.
         """
         free = max(0, len(self._cores) - self._num_threads)
         if self._end is None and self._num_threads > 1 and others > free + _CROWDED:
@@ -203,10 +208,10 @@ _watcher: Watcher | None = None
 
 
 def watch_neighbours(num_threads: int) -> None:
-    """Start the watcher, once per process; later calls may raise the number of threads.
+    """Start the process's `Watcher`; if it is running already, only raise its number of threads.
 
-    Does nothing if the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, if torch uses an OpenMP other than GNU's, or
-    if the system has no /proc/stat.
+    Does nothing if `num_threads` is 1, if the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, if torch uses an OpenMP
+    other than GNU's, or if the system has no /proc/stat.
 
     Args:
         num_threads: threads with which this process computes.

@@ -1,9 +1,9 @@
-"""C files of a folder as one library per instruction set: their compilation, and the choice for this CPU.
+"""Compile the C files of a folder to one library per instruction set, and choose the library for this CPU.
 
 `setup.py` compiles all libraries into a wheel, so an installed quantkit compiles nothing. In a checkout, the first use
-compiles the library that this CPU needs, beside its sources. A library's file name has a hash of its sources and flags,
-so a stale library is never loaded. A library is written under a temporary name and renamed, so processes can build it
-at the same time.
+compiles the library that this CPU needs, in the folder of its sources. A library's file name contains a hash of its
+sources and flags, so a stale library is never loaded. A library is written under a temporary name and then renamed, so
+several processes can build it at the same time.
 
 This module uses only the standard library at import, because `setup.py` imports it before anything is installed.
 """
@@ -27,30 +27,30 @@ INSTRUCTION_SETS = {
     "avx2": _AVX2,
     "neon": ("asimd", "atomics", "asimddp"),
 }
-"""CPU flags (with Linux's names) that a library is compiled for, keyed by instruction set, widest first. The C
-files test for no other flags; see, for example, QK_AVX512 in quantkit.h.
+"""CPU flags (Linux's names) that a library is compiled for, keyed by instruction set, from the widest set to the
+narrowest. The C files test for no other flags; see, for example, QK_AVX512 in quantkit.h.
 """
 OF_MACHINES = {"x86_64": ("amx", "avx512", "avx2"), "aarch64": ("neon",)}
-"""Names in INSTRUCTION_SETS by machine, as `platform.machine()` and compilers call it."""
+"""Names of the instruction sets of a machine, keyed by its name in `platform.machine()` and in compilers."""
 
-_UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # no code reads errno or traps, and both prevent vectorization
+_UNREAD = ("-fno-math-errno", "-fno-trapping-math")  # setting errno and keeping traps would prevent vectorization
 _COMPILE = ("-O3", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fopenmp", *_UNREAD)
 _LINK = ("-shared", "-lm", "-s")
 _TIMEOUT_S = 120
 
 
 class BuildError(Exception):
-    """There is no library for this CPU; the message is the reason."""
+    """There is no library for this CPU; the message says why."""
 
 
 def find_library(sources: Path, *, widest: str | None = None) -> Path:
     """Return the library for this CPU; in a checkout, compile it if it is missing or stale.
 
     Args:
-        sources: folder of C files and libraries, two folders below the one that holds the package.
-        widest: widest instruction set allowed; anything but a name of INSTRUCTION_SETS = all that the CPU has.
+        sources: folder of C files and libraries, e.g. quantkit/kernels/cpu.
+        widest: name of the widest instruction set to use; any other value = no limit.
     Raises:
-        BuildError: this CPU is unsuitable, the installation has no library for it, or it cannot be compiled.
+        BuildError: this CPU lacks instructions, or its library is not installed or cannot be compiled.
     """
     suitable = suitable_sets(widest)
     in_checkout = (sources.parents[2] / "pyproject.toml").is_file()
@@ -68,7 +68,7 @@ def find_library(sources: Path, *, widest: str | None = None) -> Path:
 
 
 def suitable_sets(widest: str | None = None) -> list[str]:
-    """Return the names of this CPU's instruction sets, none wider than `widest` if that is such a name.
+    """Return the names of the instruction sets that this CPU has, without those wider than `widest`.
 
     Raises:
         BuildError: this CPU has none of the instruction sets.
@@ -76,7 +76,8 @@ def suitable_sets(widest: str | None = None) -> list[str]:
     flags, names = cpu_flags(), OF_MACHINES.get(platform.machine(), ())
     if not flags or not names:
         machines = " and ".join(OF_MACHINES)
-        raise BuildError(f"they are for Linux on {machines}, not for {platform.system()} on {platform.machine()}")
+        here = f"{platform.system()} on {platform.machine()}"
+        raise BuildError(f"there are none for {here}, only for Linux on {machines}")
     allowed = names[names.index(widest) :] if widest in names else names
     if missing := [flag for flag in INSTRUCTION_SETS[names[-1]] if flag not in flags]:
         raise BuildError(f"this CPU has no {missing[0]}")
@@ -92,16 +93,16 @@ def library_file(sources: Path, name: str) -> Path:
 
 
 def compile_flags(name: str) -> tuple[str, ...]:
-    """Return the compiler's flags for an instruction set, which are the same on every build machine."""
+    """Return the compiler flags for an instruction set; they do not depend on the machine that compiles."""
     if name == "neon":
-        # Without the last option, GCC moves so many loads to the front that sums leave the registers.
+        # Without the last option, GCC moves so many loads to the front that sums no longer fit into the registers.
         return (*_COMPILE, "-march=armv8.2-a+dotprod", "-fno-schedule-insns")
     as_options = (flag.replace("avx512_", "avx512").replace("_", "-") for flag in INSTRUCTION_SETS[name])
     return (*_COMPILE, *[f"-m{option}" for option in as_options])
 
 
 def knows(compiler: str, name: str) -> bool:
-    """Whether a compiler is new enough for an instruction set."""
+    """Whether a compiler is new enough to compile for an instruction set."""
     try:
         _run([compiler, *compile_flags(name), "-fsyntax-only", "-x", "c", os.devnull])
     except BuildError:
@@ -110,7 +111,7 @@ def knows(compiler: str, name: str) -> bool:
 
 
 def machine_of(compiler: str) -> str:
-    """Return the machine that a compiler compiles for, such as aarch64; this machine if the compiler does not say.
+    """Return the machine that a compiler compiles for, such as aarch64; this machine if the compiler does not name one.
 
     Raises:
         BuildError: the compiler failed.
@@ -145,7 +146,7 @@ def find_compiler() -> str:
 
 def find_openmp() -> str | None:
     """Return the path of the OpenMP library that torch has loaded into this process; None if there is none."""
-    # Importing torch loads its OpenMP library into this process.
+    # The import loads torch's OpenMP library into this process.
     import torch  # noqa: F401
 
     mapped = re.search(r"(/\S*/lib(?:gomp|iomp5)[^/\s]*)$", _said_by_linux("self/maps"), re.MULTILINE)
@@ -161,7 +162,7 @@ def _said_by_linux(name: str) -> str:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """Load the library; its OpenMP calls go to torch's copy, so that there is one thread pool.
+    """Load a compiled library. Its OpenMP calls go to torch's OpenMP library, so that there is only one thread pool.
 
     Raises:
         BuildError: torch has no OpenMP library.
@@ -181,16 +182,16 @@ def compile_folder(compiler: str, sources: Path, name: str) -> None:
     Raises:
         BuildError: the compiler failed; the message has its first line.
     """
-    # Not one of the flags that name the library, because the path differs between build machines.
+    # Not among `compile_flags`, whose hash is in the library's name, because this path differs between machines.
     include = ("-I", str(Path(__file__).parent / "aarch64")) if name == "neon" else ()
     flags, files = (*compile_flags(name), *include), sorted(sources.glob("*.c"))
     compile_library(compiler, flags, files, library_file(sources, name))
 
 
 def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], library: Path) -> None:
-    """Compile and link all sources; `library` appears complete or not at all.
+    """Compile sources and link them to the file `library`, which is complete as soon as it exists.
 
-    It links without -fopenmp, which would add a second OpenMP runtime next to torch's.
+    Link without -fopenmp, which would add a second OpenMP library to that of torch.
 
     Raises:
         BuildError: the compiler failed; the message has its first line.
@@ -208,7 +209,11 @@ def compile_library(compiler: str, flags: tuple[str, ...], sources: list[Path], 
 
 
 def _run(command: list[str]) -> str:
-    """Return the standard output of a command."""
+    """Run a command and return its standard output.
+
+    Raises:
+        BuildError: the command failed or took too long.
+    """
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
     except subprocess.CalledProcessError as error:

@@ -1,7 +1,8 @@
-"""Stage every output of a command: make it in a work folder beside its final path, then rename it.
+"""Stage the output of a command: make it in a work folder beside its final path, then rename it to that path.
 
-An old output that is replaced is moved into the work folder and deleted last; if the process is killed in between, the
-next run moves it back. quantkit replaces only outputs that it wrote and to which nobody has added files.
+If an old output is replaced, it is moved into the work folder first and deleted last. If the process is killed in
+between, the next run moves the old output back. quantkit replaces only outputs that it wrote and to which nobody has
+added files.
 """
 
 import os
@@ -19,7 +20,7 @@ from quantkit.safety.untrusted import check_path, read_object
 
 MANIFEST = "quantkit.json"
 MERGED = "merged_adapters"
-"""Entry of quantkit.json: digests of all adapters that are merged into the weights; absent if there is none."""
+"""Name of the entry of quantkit.json that lists the digests of all merged adapters; absent if there are none."""
 
 _SIGNED_BYTES = 1 << 16
 # Files that quantize, convert, verify and the hub write into a checkpoint, in addition to tokenizer and licence files.
@@ -38,7 +39,10 @@ def check_apart(output: Path, source: Path) -> None:
     """
     target, model = output.resolve(), source.resolve()
     if target == model or target in model.parents or model in target.parents:
-        raise OutputError(f"output {output} and the model in {source} overlap; choose another --output")
+        raise OutputError(
+            f"output {output} and the model in {source} overlap, so writing could destroy the model; choose another "
+            "--output"
+        )
 
 
 def check_checkpoint(output: Path) -> None:
@@ -47,10 +51,10 @@ def check_checkpoint(output: Path) -> None:
     Args:
         output: existing path.
     Raises:
-        OutputError: the path is something else; the message says why, or names a file that quantkit did not write.
+        OutputError: the path is something else; the message gives the reason, e.g. a file that quantkit did not write.
     """
     if output.is_symlink() or not output.is_dir():
-        raise _kept(output, "is not a directory, or is a link to one")
+        raise _kept(output, "is a file or a symbolic link, not a directory")
     entries = sorted(output.iterdir())
     if entries and not _is_ours(output / MANIFEST):
         raise _kept(output, f"has no {MANIFEST} that quantkit wrote")
@@ -58,14 +62,14 @@ def check_checkpoint(output: Path) -> None:
         ours = is_metadata(entry.name) or matches_any(entry.name, _WRITTEN)
         # A file that somebody put beside the weights may be the only copy there is.
         if entry.is_symlink() or not entry.is_file() or not ours:
-            raise _kept(output, f"holds {entry.name}, which quantkit did not write")
+            raise _kept(output, f"contains {entry.name}, which quantkit did not write")
 
 
 def check_gguf(output: Path) -> None:
     """Refuse to replace anything but a GGUF file.
 
     Raises:
-        OutputError: the path is something else.
+        OutputError: the path is not a GGUF file.
     """
     check_regular(output)
     with output.open("rb") as file:
@@ -78,9 +82,9 @@ def check_text(output: Path, sign: str) -> None:
 
     Args:
         output: existing path.
-        sign: words near the beginning of every such file.
+        sign: text near the beginning of every file of this kind that quantkit writes.
     Raises:
-        OutputError: the path is something else.
+        OutputError: the path is not such a file.
     """
     check_regular(output)
     with output.open("rb") as file:
@@ -105,7 +109,7 @@ def _kept(output: Path, reason: str) -> OutputError:
 def _is_ours(path: Path) -> bool:
     """Whether a file is a manifest that `quantize`, `convert` or `distill` wrote."""
     try:
-        # A link would let the manifest of another folder vouch for this one.
+        # A link may lead to the manifest of a different folder.
         manifest = {} if path.is_symlink() else read_object(path, CheckpointError)
     except CheckpointError:
         return False
@@ -122,7 +126,7 @@ class Stage:
         output: final path.
         work: work folder in which the output is made.
         overwrite: whether `output` may exist already.
-        check: function that raises OutputError unless the existing output may be replaced.
+        check: function that raises OutputError if the existing output must not be replaced.
     """
 
     output: Path
@@ -153,7 +157,7 @@ class Stage:
         Raises:
             OutputError: `output` must not be replaced or cannot be renamed; it is then unchanged.
         """
-        # Checked again: a run may take hours, in which somebody may have removed the folder or created the output.
+        # Checked again: during a long run, somebody may have removed the folder or created the output.
         self.work.check_held()
         self.check_output()
         with writing(self.output):
@@ -188,16 +192,16 @@ def open_stage(
         output: file or directory to make.
         kind: name of the command, for messages.
         overwrite: whether an existing output may be replaced if `check` allows that.
-        check: function that raises OutputError unless the existing output may be replaced.
+        check: function that raises OutputError if the existing output must not be replaced.
         resumable: keep unfinished work if the block fails.
-        allow_finished: do not refuse an output that an earlier run seems to have finished; see `is_finished`.
+        allow_finished: accept an existing output if an earlier run seems to have finished it; see `Stage.is_finished`.
     Raises:
-        OutputError: the output exists and must not be replaced; or the work folder is not quantkit's, is a link, or is
-            used by another process.
+        OutputError: the output exists and must not be replaced, or the work folder was not created by quantkit, is a
+            link, or is used by another process.
     """
     check_path(output, OutputError)
     if output.name in ("", ".."):
-        raise OutputError(f"output {output} has no file name; give one, such as {output / 'out'}")
+        raise OutputError(f"output {output} has no file name; add one, e.g. {output / 'out'}")
     folder = output.with_name(f"{output.name}.partial")
     # Checked before a new folder is made; an existing folder may first have to move back an old output.
     if not os.path.lexists(folder):

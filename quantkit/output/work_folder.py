@@ -1,4 +1,4 @@
-"""A work folder that has a marker file of quantkit and is locked by one process.
+"""A work folder: a folder that holds quantkit's marker file and is locked by one process.
 
 quantkit deletes files only in folders with the marker, and writes the marker only into a folder that is new or empty.
 """
@@ -28,13 +28,13 @@ _SAFELY = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_B
 
 @dataclass(kw_only=True, slots=True)
 class WorkFolder:
-    """A folder that only this process may write to and empty while the folder is open.
+    """A locked work folder: while it is open, only this process may write to it or delete its contents.
 
     Args:
         path: path of the folder.
-        output: final path of the output that is made in the folder; None = the folder itself is kept.
+        output: final path of the output that is made in the folder; None = the output stays in the folder.
         resumable: whether a later run can use its contents.
-        adopted: whether the folder existed before, empty and without a marker.
+        adopted: whether the folder existed before this run, empty and without a marker.
         known: contents of the marker when the folder was opened; empty for a new folder.
     """
 
@@ -46,7 +46,7 @@ class WorkFolder:
     _marker: FileIO
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Return what other processes get of this folder: everything but the marker, which holds the lock."""
+        """Return the fields to pickle for another process: all but the open marker file, which holds the lock."""
         return None, {each.name: getattr(self, each.name) for each in fields(self) if each.name != "_marker"}
 
     @property
@@ -66,10 +66,10 @@ class WorkFolder:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def put_back(self) -> None:
-        """Move an old output back to its path if the new output did not replace it.
+        """Move an old output back from the work folder to its path if no new output is at that path.
 
         Raises:
-            OutputError: something else is at that path now; nothing is changed.
+            OutputError: something else is at the path now; nothing is changed.
         """
         if self.output is None or not os.path.lexists(self.replaced):
             return
@@ -78,8 +78,8 @@ class WorkFolder:
             sync_folder(self.output.parent)
         elif os.path.lexists(self.checkpoint):
             raise OutputError(
-                f"{self.replaced} is the old {self.output}, which an interrupted run moved there, but {self.output} "
-                "exists again; move one of the two away"
+                f"an interrupted run moved the old {self.output} to {self.replaced}, but {self.output} exists again; "
+                "move one of the two away"
             )
 
     def check_held(self) -> None:
@@ -89,18 +89,18 @@ class WorkFolder:
             OutputError: somebody removed the folder, or another run uses it.
         """
         if not _is_at(self._marker, self.path / MARKER):
-            raise OutputError(f"{self.path} was removed while this run was writing to it; run the command again")
+            raise OutputError(f"the work folder {self.path} was removed during this run; run the command again")
 
     def leave(self) -> None:
         """Delete contents that no later run can use; then, if the folder is empty, delete the marker and the folder."""
-        # After an error, the marker remains, or the folder belongs to another run; the next run cleans up.
+        # Errors are ignored: the marker remains, so the next run cleans up.
         with contextlib.suppress(OSError, OutputError):
             if not _is_at(self._marker, self.path / MARKER):
                 return
             if not self.resumable:
                 self.clear()
             if not self._entries():
-                if not CAN_DELETE_OPEN_FILES:  # so the next line fails if another run has opened the marker since
+                if not CAN_DELETE_OPEN_FILES:  # so that `unlink` fails if another run has opened the marker meanwhile
                     self._marker.close()
                 (self.path / MARKER).unlink()
                 if self.output is not None or not self.adopted:
@@ -114,18 +114,18 @@ class WorkFolder:
 def work_folder(
     path: Path, kind: str, *, output: Path | None = None, resumable: bool = True, option: str = "--output"
 ) -> Iterator[WorkFolder]:
-    """Lock a work folder, new or left by an earlier run of the same command, while the block runs.
+    """Lock a work folder while the block runs. The folder is new, or was left by an earlier run of the same command.
 
-    The folder is deleted at the end if it is empty or its contents are not resumable.
+    At the end, the folder is deleted if it is empty or if a later run cannot use its contents.
 
     Args:
         path: path of the folder.
         kind: name of the command.
-        output: final path of the output, if the folder is only a stage for it.
+        output: final path of the output that is made in the folder; None = the output stays in the folder.
         resumable: keep the contents for a later run.
-        option: option that chooses another folder, for messages.
+        option: command-line option that determines the folder, for messages.
     Raises:
-        OutputError: the folder is not quantkit's, is a link, holds links, or another process uses it.
+        OutputError: the folder was not created by quantkit, is a link, contains links, or is used by another process.
         ResourceError: the disk is full.
     """
     with contextlib.ExitStack() as stack:
@@ -148,17 +148,17 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
         try:
             marker = FileIO(os.open(path / MARKER, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666), "r+")
         except FileNotFoundError:
-            continue  # another run has removed the folder since
+            continue  # another run has just removed the folder
         with contextlib.ExitStack() as stack:
             stack.callback(marker.close)
             try:
                 lock(marker.fileno(), wait=False)
             except BlockingIOError:
                 raise OutputError(f"another run is writing {path}; wait for it or choose another {option}") from None
-            if _is_at(marker, path / MARKER):  # otherwise another run has removed it since: try again
+            if _is_at(marker, path / MARKER):  # otherwise another run has just removed the marker: try again
                 _check_owner(path, option)
                 known = _read_marker(marker, path, option)
-                # From here on the caller closes the marker, and with it gives up the lock.
+                # From here on, the caller must close the marker, which also releases the lock.
                 stack.pop_all()
                 adopted = not created and not known
                 return WorkFolder(
@@ -167,7 +167,11 @@ def _claim(path: Path, output: Path | None, resumable: bool, option: str) -> Wor
 
 
 def _create(path: Path, option: str) -> bool:
-    """Create the folder; return False if it exists already and is quantkit's or empty."""
+    """Create the folder and return True; return False if it exists and is empty or has a marker.
+
+    Raises:
+        OutputError: the path is a link, a file, or a folder with other contents.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir()
@@ -191,10 +195,10 @@ def _create(path: Path, option: str) -> bool:
 def _check_owner(path: Path, option: str) -> None:
     """Refuse another user's folder in a shared directory such as /tmp: a run would resume from that user's weights."""
     parent, owner = path.parent.stat(), path.lstat().st_uid
-    # As Linux does for links in sticky directories: the directory's owner and root could replace anything in it anyway.
+    # Folders of the directory's owner and of root are accepted, because both could replace anything in the directory.
     if parent.st_mode & stat.S_ISVTX and owner not in (user_id(), parent.st_uid, 0):
         raise OutputError(
-            f"{path} belongs to another user (uid {owner}), and quantkit does not continue another user's work; "
+            f"the work folder {path} belongs to another user (uid {owner}), whose files quantkit does not trust; "
             f"choose another {option}"
         )
 

@@ -1,7 +1,7 @@
-"""Write the files of a checkpoint atomically; equal inputs give equal bytes.
+"""Write the files of a checkpoint, each one atomically; equal contents give equal bytes.
 
 A file is written under a temporary name in the same folder, flushed to the disk, and renamed. Tensors are written in
-chunks, one at a time, so memory holds no second copy of them. The caller decides the names of the tensors.
+chunks, one tensor at a time, so memory holds no second copy of a tensor. The caller decides the names of the tensors.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ def copy_tensors(reader: CheckpointReader, names: Iterable[str], path: Path, sto
     """Copy tensors from a checkpoint into one safetensors file, byte for byte, a few MiB at a time.
 
     Args:
-        reader: the source.
-        names: names of tensors of the source.
+        reader: reader of the source checkpoint.
+        names: names of the tensors to copy, as in the source.
         path: path of the file; its folder must exist.
-        stored: returns the name in the file for a name in the source.
+        stored: function that returns the name in the new file for a name in the source.
     Returns:
         SHA-256 of the file, hexadecimal.
     Raises:
@@ -89,7 +89,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Write model.safetensors.index.json, tensors sorted by name.
+    """Write model.safetensors.index.json, which says in which file each tensor is; tensors are sorted by name.
 
     Args:
         folder: folder of the checkpoint.
@@ -104,7 +104,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
 
 @contextlib.contextmanager
 def writing(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn an OSError in this block into an error with a one-line message.
+    """Turn an OSError of the block into an error of quantkit with a one-line message.
 
     Args:
         path: path that the block writes.

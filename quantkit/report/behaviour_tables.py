@@ -1,4 +1,6 @@
-"""Tables of a behaviour test: decision margins, rates of sampled behaviour, KL of the original's answers, examples."""
+"""Tables of a behaviour test: decision margins, rates of sampled behaviour, KL on the original's answers, and example
+answers.
+"""
 
 from collections.abc import Sequence
 
@@ -21,9 +23,10 @@ _BRIEF = (30, 90, 3)  # characters before and after the first difference; number
 
 
 def behaviour_tables(report: Report, *, brief: bool = True) -> list[Table]:
-    """Return the tables that have data: margins, rates, KL and examples.
+    """Return the tables of a report's behaviour test: decision margins, rates, KL and example answers.
 
-    With `brief`, there are fewer examples, and they are cut around the first difference.
+    Tables without data are left out. With `brief`, the table of answers shows at most 3 prompts, and each answer is cut
+    around the first difference between the two models' answers.
     """
     behaviour = report.behaviour
     made = (
@@ -34,7 +37,7 @@ def behaviour_tables(report: Report, *, brief: bool = True) -> list[Table]:
 
 
 def margin_table(behaviour: BehaviourResult | None) -> Table | None:
-    """Create the table of decision margins; None without decisions."""
+    """Create the table of both models' margins for the original's decisions; None without decisions."""
     if behaviour is None or not behaviour.margins:
         return None
     left_out = f"; {counted(behaviour.num_left_out, 'prompt')} left out" if behaviour.num_left_out else ""
@@ -51,7 +54,7 @@ def margin_table(behaviour: BehaviourResult | None) -> Table | None:
             (DECISIONS.get(m.kind, m.kind), m.num_decisions, m.num_prompts, m.baseline, m.value, m, m.flips)
             for m in behaviour.margins
         ),
-        note=f"Decisions in fewer than {MIN_PROMPTS} prompts have no ratio." if few else "",
+        note=f"A decision that occurs in fewer than {MIN_PROMPTS} prompts has no ratio." if few else "",
     )
 
 
@@ -62,7 +65,7 @@ def _ratio(margin: MarginRecord) -> str:
 
 
 def rate_table(comparisons: Sequence[Comparison]) -> Table | None:
-    """Create the table of rates of sampled behaviour; None if nothing was sampled."""
+    """Create the table of how often each model's sampled answers loop, are empty, ...; None without such rates."""
     rates = [(c.subject.removeprefix(f"{BEHAVIOUR}: "), c) for c in comparisons if c.subject.startswith(BEHAVIOUR)]
     if not rates:
         return None
@@ -88,7 +91,7 @@ def _points(c: Comparison) -> str:
 
 
 def trace_table(behaviour: BehaviourResult | None) -> Table | None:
-    """Create the table of KL on the original's answers, by position and by entropy."""
+    """Create the table of KL on the original's answers, by position and by entropy; None without data."""
     if behaviour is None or not behaviour.quarter_kl:
         return None
     quarters = ("first", "second", "third", "last")
@@ -97,12 +100,17 @@ def trace_table(behaviour: BehaviourResult | None) -> Table | None:
         title=f"KL on the original's answers, {behaviour.num_tokens:,} tokens, {number(behaviour.mean_kl)} on average",
         columns=(Column("quarter"), Column("by position", number), Column("by entropy, lowest first", number)),
         rows=tuple(zip(quarters, behaviour.quarter_kl, behaviour.entropy_kl, strict=False)),
-        note=f"By position, a quarter of {behaviour.max_tokens} tokens each; by entropy, separated at {entropy} nats.",
+        note=(
+            f"By position, each row is a quarter of {behaviour.max_tokens} tokens; by entropy, the limits are "
+            f"{entropy} nats."
+        ),
     )
 
 
 def example_table(behaviour: BehaviourResult | None, *, brief: bool) -> Table | None:
-    """Create the table of answers side by side, with a mark where they part; None without examples."""
+    """Create the table of both models' answers side by side, with a mark where they begin to differ; None without
+    examples.
+    """
     if behaviour is None or not behaviour.examples:
         return None
     before, after, count = _BRIEF if brief else (None, None, None)
@@ -113,7 +121,7 @@ def example_table(behaviour: BehaviourResult | None, *, brief: bool) -> Table | 
         texts = (f"{shared}¦{text[at:][:after]}" for text in (each.original, each.model))
         rows.append((each.prompt[:after], *texts, RATES.get(each.lost, "")))
     return Table(
-        title="Answers side by side; ¦ marks where they part",
+        title="Answers side by side; ¦ marks where they begin to differ",
         columns=(Column("prompt"), Column("original"), Column("model"), Column("worse")),
         rows=tuple(rows),
     )

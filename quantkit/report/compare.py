@@ -27,7 +27,7 @@ _OF_AN_ORIGINAL = {"recovery": 100.0, "perplexity_ratio": 1.0, "kl": 0.0}  # of 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedCheckpoint:
-    """One checkpoint in the comparison.
+    """Size, quality and speed of one checkpoint in a comparison.
 
     Args:
         name: name, unique among the entries.
@@ -76,12 +76,12 @@ class CheckpointComparison:
 
 
 def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
-    """Compare checkpoints, including their originals.
+    """Compare the checkpoints that reports describe, and their originals.
 
     Args:
         reports: at least two reports, or one report with an original.
     Raises:
-        ReportError: there is nothing to compare.
+        ReportError: there is only one checkpoint, or none.
     """
     if len(reports) < 2 and not any(report.baseline_model for report in reports):
         raise ReportError(
@@ -128,16 +128,18 @@ def compare_reports(reports: Sequence[Report]) -> CheckpointComparison:
 
 
 def front(points: Sequence[tuple[float, ...]]) -> list[bool]:
-    """Return for each point whether no other point dominates it; less is better in every coordinate."""
+    """Return, for each point, whether it is on the Pareto front: no other point is at least as good in every coordinate
+    and better in one. Less is better.
+    """
     return [
-        # Equal points do not dominate each other, so twins are both on the front.
+        # Equal points do not dominate each other, so they are all on the front.
         not any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
         for point in points
     ]
 
 
 def checkpoints_table(comparison: CheckpointComparison) -> Table:
-    """Convert the comparison to a table."""
+    """Create the table of a comparison, with one row per checkpoint."""
     return Table(
         title="Checkpoints, smallest first",
         columns=(
@@ -169,7 +171,7 @@ def render_comparisons(comparisons: Mapping[str, CheckpointComparison], remarks:
 
     Args:
         comparisons: comparisons, keyed by the heading of their section.
-        remarks: sentences above all sections.
+        remarks: sentences at the top of the first section.
     Raises:
         ReportError: matplotlib or jinja2 is not installed.
     """
@@ -229,7 +231,7 @@ def _plot(
 
 
 def _ranked(entries: Sequence[ComparedCheckpoint], higher: bool) -> list[ComparedCheckpoint]:
-    """Return copies of the entries in which `on_front` is set. Entries without size or quality are not on the front."""
+    """Return copies of the entries with `on_front` filled in. Entries without size or quality are not on the front."""
     # Speed counts only if every entry was timed; otherwise an entry without times would win or lose by default.
     timed = all(e.itl_s is not None for e in entries)
     costs = {

@@ -1,8 +1,8 @@
 """Write all files of one report into a directory, and read `report.json` back.
 
 The schema of `report.json` is docs/report.schema.json. Numbers that JSON cannot represent (infinity, NaN) become null.
-`metrics` repeats the numbers that gates can limit, under their names in gates, for tools such as `jq`; it is ignored
-when a report is read back.
+The entry `metrics` is for tools such as `jq`. It repeats the numbers that gates can limit, under the names that gates
+use, and is ignored when a report is read back.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def render_markdown(report: Report) -> str:
 
 
 def report_tables(report: Report) -> list[Table]:
-    """Return the tables of all measured results for the card and the terminal."""
+    """Return the tables of all measured results, for the model card and the terminal."""
     runs, sensitivity = list(speed_tables.report_runs(report)), report.sensitivity
     measured = (
         tables.comparison_table(report.comparisons),
@@ -111,12 +111,12 @@ def _without_paths(report: Report) -> Report:
 
 
 def front_matter(origin: Mapping[str, Any], format_name: str, *tags: str) -> str:
-    """Render the front matter of a card for the hub as YAML.
+    """Render the YAML front matter of a model card for the Hugging Face Hub.
 
     Args:
-        origin: entries of the source model's card; entries that are None are left out.
+        origin: entries about the source model, such as `base_model` and `license`; entries that are None are left out.
         format_name: on-disk format.
-        tags: further tags.
+        tags: tags to add to `quantkit`, `quantized` and the format's tag.
     """
     import yaml
 
@@ -186,7 +186,7 @@ def read_report(path: Path | str) -> Report:
     if not file.exists():
         todo = f"`quantkit verify {path}` makes one" if path.is_dir() else "give a checkpoint's directory or its report"
         raise ReportError(f"{file}: no such file; {todo}")
-    data = read_object(file, ReportError, "the file may be truncated, or it is not a report")
+    data = read_object(file, ReportError, "give a report.json that `quantkit verify` wrote")
     with located(str(file)):
         return Report.from_dict(data)
 
@@ -254,7 +254,7 @@ def write_report(report: Report, directory: Path | str) -> tuple[dict[str, Path]
         The files, keyed by kind ("json", "junit", "card", "html"), and the reason why the page was not written, e.g. a
         missing package; the reason is empty if the page was written.
     Raises:
-        OutputError, ResourceError: the directory cannot be written.
+        OutputError, ResourceError: the files cannot be written.
     """
     from quantkit.output.writer import write_text, writing  # imports torch, which reading a report does not need
 

@@ -23,7 +23,7 @@ from quantkit.results.statistics.summary import fit_gaps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageSection:
-    """One part of a page.
+    """One section of a page.
 
     Args:
         name: one word, for links.
@@ -34,7 +34,7 @@ class PageSection:
         folded: collapsed tables.
         terms: definitions of terms.
         findings: findings of a diagnosis; the page adds the full stops.
-        beside: whether narrow tables are placed beside the figure if there is room.
+        beside: whether the tables are placed beside the figures on a wide screen.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PageSection:
 def _section(
     name: str, title: str, tables: Sequence[Table | None], figures: Sequence[str | None] = (), **parts: Any
 ) -> PageSection | None:
-    """Create a section; None if its first table is missing."""
+    """Create a section; None if the first entry of `tables` is None."""
     shown = [table for table in tables if table is not None]
     drawn = [figure for figure in figures if figure is not None]
     if tables[0] is None:

@@ -22,7 +22,7 @@ STYLES: tuple[Style, Style] = (ORIGINAL, "--", "s"), (MODEL, "-", "o")
 
 
 def accuracy_plot(report: Report) -> str | None:
-    """Plot the recovery of each task and text with its interval, and lines at 100 % and at the gate."""
+    """Plot the recovery of each task and text with its 95 % interval, and lines at 100 % and at the gate's limit."""
     rows = [
         c for c in report.comparisons if c.recovery is not None and not c.subject.startswith((ANSWER_LENGTH, BEHAVIOUR))
     ]
@@ -72,7 +72,11 @@ def sensitivity_plot(sensitivity: SensitivityMap) -> str:
 
 
 def heat_edges(values: Sequence[float]) -> list[float]:
-    """Return the five limits between the six shades, at equal ratios from the lower quartile towards the maximum."""
+    """Return the five limits between the six shades of the heat map.
+
+    The first limit is the lower quartile of the values. Each limit is the same factor above the one before, and this
+    factor above the last limit is the maximum.
+    """
     ordered = sorted(max(value, 1e-12) for value in values)
     low, high = percentile(ordered, 25), max(ordered[-1], 1e-12)
     # Equal values would give equal edges, and so repeated labels.
@@ -82,13 +86,14 @@ def heat_edges(values: Sequence[float]) -> list[float]:
 
 
 def heat_labels(edges: Sequence[float]) -> list[str]:
-    """Return the labels of all shades, which give their upper limits."""
+    """Return the label of each shade: its upper limit, and for the last shade its lower limit."""
     texts = [number(edge, 2) for edge in edges]
     return [*(f"to {text}" for text in texts), f"over {texts[-1]}"]
 
 
 def latency_plot(report: Report, quantity: str) -> str | None:
-    """Plot the share of requests (TTFT) or gaps (ITL) up to each latency, for both models in the first workload.
+    """Plot the cumulative distribution of a latency for both models in the first workload: TTFT over requests, or ITL
+    over gaps between tokens.
 
     Args:
         report: report with the measurements.
@@ -100,7 +105,7 @@ def latency_plot(report: Report, quantity: str) -> str | None:
         return None
     with new_figure(5.2, 3.0) as (figure, axes):
         for label, values, (colour, dash, _) in sides:
-            # At most 201 points: one for each gap would make the page large and the curve no sharper.
+            # At most 201 points: more points would make the page larger but the curve no sharper.
             kept = values if len(values) < 200 else [percentile(values, p / 2) for p in range(201)]
             share = [100 * (i + 1) / len(kept) for i in range(len(kept))]
             axes.step([1000 * v for v in kept], share, where="post", color=colour, linestyle=dash, label=label, lw=2)
@@ -174,7 +179,9 @@ def memory_plot(report: Report) -> str | None:
 
 
 def roofline_plot(report: Report) -> str | None:
-    """Plot the steps of both models below the bandwidth and arithmetic ceilings measured in the same run."""
+    """Plot operations per second against operations per byte for the steps of both models, and the ceilings that were
+    measured in the same run.
+    """
     benchmarks = zip(("original", "model"), (report.baseline_benchmark, report.benchmark), STYLES, strict=True)
     sides = [(label, side.roofline, style) for label, side, style in benchmarks if side and side.roofline]
     if not sides:
@@ -258,7 +265,7 @@ def _first_runs(report: Report) -> list[tuple[str, BenchmarkRun, Style]]:
 
 
 def _bin_medians(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Return the median gap in each of a dozen ranges of context length."""
+    """Return (median context length, median gap) for each of a dozen ranges of context length."""
     low, high = min(p[0] for p in points), max(p[0] for p in points)
     width = max(1.0, (high - low + 1) / CONTEXT_BINS)
     bins: dict[int, list[tuple[int, float]]] = {}

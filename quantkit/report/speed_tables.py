@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LATENCIES = {
     "TTFT": ("time to first token", "from the arrival of the request to its first token."),
     "ITL": ("inter-token latency", "every gap between tokens, over all requests; its tail shows stalls."),
-    "TPOT": ("time per output token", "(last token - first) / (tokens - 1), one per request; hides stalls."),
+    "TPOT": ("time per output token", "(time from first to last token) / (tokens - 1), one per request; hides stalls."),
 }
 DEFINITIONS = "\n".join(
     (*(f"{name}: {text}" for name, (_, text) in LATENCIES.items()), "Tokens of one speculative step share its time.")
@@ -87,7 +87,7 @@ def _limits(runs: Runs) -> str:
 
 
 def fit_table(fits: Iterable[tuple[str, PolynomialFit | None]]) -> Table | None:
-    """Create the table of the coefficients of each fit, with standard errors."""
+    """Create the table of polynomials fitted to latencies: coefficients, standard errors and dropped stalls."""
     known = [(label, fit) for label, fit in fits if fit is not None]
     if not known:
         return None
@@ -202,7 +202,9 @@ def explained_latency_table(runs: Sequence[tuple[str, BenchmarkRun]]) -> Table |
 
 
 def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
-    """Return the table that compares a model with a baseline: values, their ratio, its range over rounds, and noise."""
+    """Return the table that compares the speed of a model with a baseline: both values, their ratio, the ratio's range
+    over rounds, and its noise.
+    """
     titles = "model", short_name(baseline), "ratio", "rounds", "noise"
     rows = []
     for ratio in ratios:
@@ -217,7 +219,7 @@ def ratio_table(ratios: Sequence[Ratio], baseline: str) -> Table:
         columns=(Column("run"), Column("metric"), *(Column(title, str) for title in titles), Column("verdict")),
         rows=tuple(rows),
         note="Medians, measured in turns (A B B A ...). For latencies, a ratio below 1 means that the model is faster. "
-        "Rounds: smallest and largest ratio of a round. Noise: half the spread of a model's own rounds.",
+        "Rounds: smallest and largest ratio of a round. Noise: half the spread between the rounds of one model.",
     )
 
 

@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column.
+    """One column of a table.
 
     Args:
         title: heading; empty for none.

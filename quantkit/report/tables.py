@@ -30,7 +30,7 @@ VERDICTS = {
 
 
 def p_value(value: float | None) -> str:
-    """Format a p value; a tiny one as an upper bound, never as zero."""
+    """Format a p value; values below 0.001 as `<0.001`."""
     if value is None:
         return MISSING
     return "<0.001" if value < 0.001 else f"{value:.3f}"
@@ -47,7 +47,7 @@ def recovery_text(comparison: Comparison | None) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return the verdict in one sentence."""
+    """Return one sentence that says whether the gates of a report hold."""
     failed = [gate for gate in report.gates if not gate.held]
     count = len(report.gates)
     if not report.gates:
@@ -70,7 +70,7 @@ def remedies(gates: Sequence[GateResult]) -> list[str]:
 
 
 def chance_note(num_tasks: int) -> str:
-    """Return a note on multiple testing for tables with many tests; empty for few."""
+    """Return a note on multiple testing for a table; empty if the table has fewer than 5 tests."""
     # With fewer rows, less than a quarter of a false alarm is expected, so no note is needed.
     if num_tasks < 5:
         return ""
@@ -222,7 +222,7 @@ def fidelity_table(fidelity: FidelityResult | None, noise: FidelityResult | None
 
 
 def drift_table(drift: DriftResult | None) -> Table | None:
-    """Create the table of the distance from the original along the texts that the original wrote."""
+    """Create the table of KL to the original while decoding: by position in the original's texts, and its drift."""
     if drift is None:
         return None
     stretches = zip((0, *drift.ends[:-1]), drift.ends, drift.part_kl, strict=True)
@@ -254,9 +254,9 @@ def _known_tokens(fidelity: FidelityResult) -> str:
     share = "" if fidelity.remainder is None else f" (probability {percent(100 * fidelity.remainder, 2)})"
     return (
         f"Both models ran in {fidelity.engine}, which gives only the {fidelity.top} likeliest tokens of a position. "
-        f"The lower bound treats all other tokens{share} as one token. The upper bound assumes that their probability "
-        "fell by the same factor as that of the known token that lost most. Gates, percentile and largest KL use the "
-        "upper bound."
+        f"The lower bound treats all other tokens{share} as one token. The upper bound assumes that the probability of "
+        "each other token fell by the same factor as that of the known token that lost most. Gates, percentile and "
+        "largest KL use the upper bound."
     )
 
 

@@ -1,8 +1,7 @@
 """Base class of all records: converts a record to plain data and back, and checks the type of every field.
 
-Fields may hold records, tuples, dicts, None, numbers, text and flags. Other values are refused; the message gives the
-path of the field.
-Documents of earlier versions are converted to the current version.
+Fields may hold records, tuples, dicts, None, numbers, text and booleans. A document with any other value is refused;
+the message gives the path of the field. Documents of earlier schema versions are converted to the current version.
 """
 
 # pydantic was tried and rejected: it refuses a null in place of a float that JSON cannot represent, suggests no name
@@ -20,9 +19,9 @@ from quantkit.errors import ReportError, suggestion
 RecordType = TypeVar("RecordType", bound="Record")
 
 SCHEMA_VERSION = 2
-"""Version of quantkit.json, quantkit-run.json and report.json."""
+"""Version of the fields of quantkit.json, quantkit-run.json and report.json."""
 
-# From a name in version 1 to the current name, in every kind of record.
+# Names of fields in schema version 1 -> current names, in every kind of record.
 _RENAMED = {"damage": "sensitivity", "left_alone": "ignored", "unit": "group", "units": "groups"}
 
 
@@ -47,7 +46,7 @@ class Record:
         """
         where = where or cls.__name__
         if not isinstance(data, Mapping):
-            raise ReportError(f"{where}: expected an object, found {type(data).__name__}")
+            raise ReportError(f"{where}: expected a JSON object, found {type(data).__name__}")
         hints: dict[str, Any] = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
         if "schema_version" in hints:
             data = _as_current(data, where)  # before the check, because other versions have other fields
@@ -68,7 +67,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def required_fields(cls: type) -> list[str]:
-    """Return the names of the fields without a default."""
+    """Return the names of a record's fields that have no default."""
     missing = dataclasses.MISSING
     return [
         field.name for field in dataclasses.fields(cls) if field.default is missing and field.default_factory is missing
@@ -76,7 +75,7 @@ def required_fields(cls: type) -> list[str]:
 
 
 def is_union(kind: Any) -> bool:
-    """Whether a type is `A | None`, the only union that records use."""
+    """Whether a type is a union; the only unions that records use have the form `A | None`."""
     return typing.get_origin(kind) in (types.UnionType, typing.Union)
 
 
@@ -120,7 +119,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     # JSON has a single number type, and other programs may write 1.0 as 1.
     if kind is float and (value is None or type(value) is int):
         return float("nan" if value is None else value)  # null stands for a number that JSON lacks, such as NaN
-    # Exact types: for `isinstance` a flag is an integer, but a flag in place of a number is a mistake.
+    # Exact types: for `isinstance`, a boolean is an integer, but a boolean in place of a number is a mistake.
     if kind is Any or origin is typing.Literal or type(value) is kind:
         return value
     raise ReportError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {value!r}")

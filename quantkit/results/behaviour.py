@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from quantkit.results._record import Record
 
 MIN_PROMPTS = 8
-"""A kind of decision has gates and an interval only if the original makes it in at least this many prompts."""
+"""A kind of decision gets gates and an interval if the original makes such decisions in at least this many prompts."""
 
 DECISIONS = {
     "tool": "starts a tool call",
@@ -16,8 +16,8 @@ DECISIONS = {
     "option": "picks an option",
     "refusal": "begins a refusal",
 }
-"""Kinds of decisions, and what the original does in each. `no_tool` counts only if the prompt offers tools; JSON syntax
-means brackets, braces and quotes."""
+"""What the original does in each kind of decision, keyed by the name of the kind. `no_tool` counts only if the prompt
+offers tools. JSON syntax means brackets, braces and quotes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +26,11 @@ class MarginRecord(Record):
 
     Args:
         kind: a key of `DECISIONS`.
-        num_decisions: number of decisions in which the original chose its likeliest token; others are not counted.
+        num_decisions: number of decisions in which the original chose its likeliest token; other decisions are ignored.
         num_prompts: number of prompts with such decisions; the statistics treat prompts as independent items.
         baseline, value: mean margin of the original and of the model, nats; all prompts have the same weight.
         ratio, low, high: value / baseline and its 95 % interval; None with fewer than `MIN_PROMPTS` prompts.
-        flips: share of the decisions in which the model's likeliest token is not the original's.
+        flips: share of the decisions in which the model's likeliest token differs from the original's.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class ExampleRecord(Record):
     Args:
         prompt: last message of the conversation.
         original, model: the answers.
-        parted: number of characters at the beginning that both answers share.
+        parted: number of characters before the first difference between the two answers.
         lost: name of the rate by which the model's answer is worse than the original's: "valid_calls" if the model no
             longer calls tools validly, "loop_rate" if only its answer loops, ...; empty if the answer is not worse.
     """
@@ -102,11 +102,13 @@ class BehaviourResult(Record):
 
     @property
     def num_decisions(self) -> int:
-        """Number of decisions of all kinds."""
+        """Number of the original's decisions, of all kinds."""
         return sum(record.num_decisions for record in self.margins)
 
     @property
     def flips(self) -> float | None:
-        """Share of all decisions in which the model's likeliest token is not the original's; None without decisions."""
+        """Share of all decisions in which the model's likeliest token differs from the original's; None if there are
+        none.
+        """
         count = self.num_decisions
         return sum(record.flips * record.num_decisions for record in self.margins) / count if count else None

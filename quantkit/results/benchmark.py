@@ -1,8 +1,8 @@
-"""Records of serving requests: raw timestamps, memory and roofline points. Latencies are computed from the timestamps.
+"""Records of a benchmark: timestamps of requests, memory and roofline points. Latencies are computed from timestamps.
 
-TTFT: request arrived -> first token. ITL: each gap between successive tokens, pooled over requests; tokens of one
-speculative step share the time of the step equally. TPOT: (last token - first token) / (tokens - 1), one number per
-request. A stall shows in the tail of ITL and is averaged away in TPOT.
+TTFT: time from the arrival of a request to its first token. ITL: gaps between successive tokens of a request, for all
+requests together; tokens of one speculative step share the time of the step equally. TPOT: (time from first to last
+token) / (tokens - 1), one number per request. A stall shows in the tail of ITL and is averaged away in TPOT.
 """
 
 import math
@@ -18,17 +18,18 @@ SWEEP_NAME = "sweep"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Record):
-    """Description of the requests that were sent.
+    """Description of the requests that a benchmark sends.
 
     Args:
         name: short name, e.g. "closed-8".
-        mode: "closed" keeps `concurrency` requests in flight; "poisson" sends them at `rate_per_s` on average.
-        num_requests: measured requests, warm-up excluded.
+        mode: "closed" keeps `concurrency` requests in flight; "poisson" sends requests at random times, `rate_per_s` on
+            average.
+        num_requests: number of measured requests, without warm-up.
         prompt_tokens, new_tokens: tokens per request; the largest number if requests differ.
         seed: seed of lengths, prompts and arrivals.
         concurrency: requests in flight (closed).
         rate_per_s: arrivals per second (poisson).
-        num_warmup: requests before the measured ones.
+        num_warmup: number of requests before the measured requests.
         ttft_limit_s, tpot_limit_s: limits that a request must meet to count as goodput.
     """
 
@@ -47,7 +48,7 @@ class Workload(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTiming(Record):
-    """Raw timestamps of one request, all on one clock, seconds.
+    """Timestamps of one request, in seconds of one clock.
 
     Args:
         request_id: the engine's id of the request.
@@ -106,7 +107,7 @@ class BenchmarkRun(Record):
     Args:
         workload: description of the requests.
         requests: timestamps of each measured request.
-        rounds: number of interleaved A/B rounds of original and model; 1 if the model was measured alone.
+        rounds: number of rounds in which original and model were measured in turns; 1 if the model was measured alone.
     """
 
     workload: Workload
@@ -173,7 +174,7 @@ class MemoryRecord(Record):
     """Predicted and observed bytes of one part of memory.
 
     Args:
-        part: "weights", "kv pool", "activations", "graphs", "reserve", or "peak" for their sum.
+        part: "weights", "kv pool", "activations", "graphs" or "reserve"; "peak" for the sum of all parts.
         predicted_bytes: bytes computed before loading; None if they cannot be predicted.
         observed_bytes: bytes measured; None if they cannot be measured.
         note: remark, e.g. how many tokens the KV pool can hold.
@@ -186,7 +187,7 @@ class MemoryRecord(Record):
 
 
 CACHE_BYTES = 32_000_000
-"""Traffic below this size fits, at least partly, into the last-level cache of a server."""
+"""If a step moves fewer bytes than this, some of them may come from the last-level cache of a server's CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +218,7 @@ class RooflineRecord(Record):
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
+        """Operations per byte that the step moves."""
         return self.flops / self.bytes_moved
 
     @property
@@ -253,7 +254,7 @@ class RooflineRecord(Record):
 
     @property
     def bound_by(self) -> Literal["memory", "compute"]:
-        """Name of the ceiling that limits a step of this intensity."""
+        """Ceiling that limits the speed of this step: memory bandwidth or arithmetic."""
         return "memory" if self.floor_s <= self.bytes_moved / self.copy_bytes_per_s else "compute"
 
 
@@ -263,8 +264,8 @@ class BenchmarkResult(Record):
 
     Args:
         model: directory or name.
-        runs: one run per workload.
-        memory: one record per part.
+        runs: one record per workload.
+        memory: one record per part of memory.
         roofline: one record per kind of step.
         kv_cache: scheme of the KV cache, e.g. "int8".
         capacity_tokens: tokens that the KV pool can hold.
@@ -285,11 +286,11 @@ class BenchmarkResult(Record):
     acceptance: tuple[float, ...] = ()
 
     def find_run(self, name: str) -> BenchmarkRun | None:
-        """Return the run of the workload with this name, or None."""
+        """Return the run of the workload with this name; None if there is none."""
         return next((run for run in self.runs if run.workload.name == name), None)
 
     def memory_part(self, part: str) -> MemoryRecord | None:
-        """Return the record of one part of memory, or None."""
+        """Return the record of one part of memory; None if there is none."""
         return next((record for record in self.memory if record.part == part), None)
 
 

@@ -17,11 +17,11 @@ class EngineReading(Record):
     Args:
         engine, release: engine and its version.
         reads: "fast", "slow", "unknown" (no rule applies), "wrong" (the engine loads the checkpoint but computes wrong
-            numbers) or "no"; the worst case among all linears.
+            numbers) or "no". If linears differ, the worst case.
         reason: why the engine reads the checkpoint in this way, or the name of the kernel that computes with it.
         source: file and function in the engine's source code that the prediction is based on.
-        cache: how the engine stores the KV cache, if not as the checkpoint requests.
-        error: the engine's own error message if it refuses the checkpoint; "" = not known.
+        cache: how the engine stores the KV cache, if it ignores the checkpoint's request; otherwise empty.
+        error: error message with which the engine refuses the checkpoint; "" if it does not, or the message is unknown.
     """
 
     engine: str
@@ -34,7 +34,7 @@ class EngineReading(Record):
 
     @property
     def is_right(self) -> bool:
-        """Whether the engine computes with the stored numbers."""
+        """Whether the engine is predicted to load the checkpoint and to compute the right numbers."""
         return self.reads in ("fast", "slow")
 
 
@@ -91,7 +91,7 @@ class CacheRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRecord(Record):
-    """Compression of one decoder layer.
+    """Result of compressing one decoder layer.
 
     Args:
         index: layer number; the first layer is 0.
@@ -102,7 +102,7 @@ class LayerRecord(Record):
         notes: unusual events, e.g. raised damping; one sentence each.
         seconds: wall time by phase ("load", "steps", "write", ...).
         peak_bytes: highest resident memory of the process so far.
-        kv_cache: storage of keys and values; None if the recipe does not set it.
+        kv_cache: KV cache that the checkpoint requests for this layer; None if the recipe does not set it.
         tokens_per_expert: calibration tokens that were routed to each expert; empty without experts or data.
     """
 
@@ -119,13 +119,13 @@ class LayerRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationRecord(Record):
-    """Data that the layers were calibrated on.
+    """Size of the data that the layers were calibrated on.
 
     Args:
         num_samples: number of sequences.
         num_tokens: number of tokens in all sequences, including image tokens.
         num_with_images: number of sequences with images.
-        num_held_out: number of further tokens that calibration does not use, so that errors can be measured on them.
+        num_held_out: number of further tokens that calibration does not use; errors are measured on them.
     """
 
     num_samples: int
@@ -142,7 +142,8 @@ class CalibrationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRecord(Record):
-    """Linears outside the decoder layers: in vision and audio towers and their projectors, or in MTP heads.
+    """Quantization of linears outside the decoder layers: in vision and audio towers with their projectors, or in MTP
+    heads.
 
     Args:
         num_linears: number of linears that could be quantized.
@@ -153,13 +154,13 @@ class TowerRecord(Record):
     linears: tuple[LinearRecord, ...] = ()
 
     def describe(self) -> str:
-        """Return a short form for tables: `kept as they are`, or the number of linears per scheme."""
+        """Return a short form for tables: `not quantized`, or the number of linears per scheme."""
         if not self.linears:
-            return "kept as they are"
+            return "not quantized"
         kinds = Counter(linear.scheme for linear in self.linears)
         text = ", ".join(f"{counted(count, 'linear')} {scheme}" for scheme, count in kinds.most_common())
         left = self.num_linears - len(self.linears)
-        return f"quantized without data: {text}" + (f"; {left} kept as they are" if left else "")
+        return f"quantized without data: {text}" + (f"; {left} not quantized" if left else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +169,7 @@ class AdapterRecord(Record):
 
     Args:
         sha256: digest of the adapter's config and weights.
-        rank: highest rank of an update.
+        rank: highest rank of the adapter's updates.
         num_linears: number of linears that the adapter changes.
         base: name of the base model in the adapter's config; None = the config names none.
         path: folder of the adapter; empty in `quantkit.json`, which names no folders.
@@ -245,7 +246,7 @@ class CompressionResult(Record):
 
 
 def describe_caches(layers: Sequence[LayerRecord]) -> str | None:
-    """Describe the number types of a model's KV cache for tables; None if the checkpoint requests none.
+    """Describe, for tables, the KV cache that a checkpoint requests; None if it requests none.
 
     Args:
         layers: one record per layer.
@@ -290,7 +291,7 @@ def _describe_cache(record: CacheRecord) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSummary(Record):
-    """Number, storage and size of one kind of module in a checkpoint."""
+    """Number and size of a checkpoint's modules of one kind and number type, e.g. all `mlp.up_proj` in int4."""
 
     kind: str
     stored_as: str
@@ -304,7 +305,7 @@ class HeadsSummary(Record):
     """Storage of the MTP heads of a checkpoint.
 
     Args:
-        num_heads: number of heads; 0 if quantkit knows only that these tensors belong to heads.
+        num_heads: number of heads; 0 if it is unknown.
         stored_as: number types and schemes of the heads' tensors.
         num_parameters: number of parameters.
         num_bytes: bytes in files.
@@ -324,16 +325,16 @@ class HeadsSummary(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSummary(Record):
-    """Result of `quantkit inspect`.
+    """Summary of a checkpoint: the result of `quantkit inspect`.
 
     Args:
         path: directory or GGUF file.
         architecture: class name in config.json, or architecture in the metadata of a GGUF file.
         format: on-disk format; "dense" if nothing is quantized.
-        num_parameters: number of weights; a code counts as one weight.
+        num_parameters: number of parameters; a code of a quantized weight counts as one.
         num_bytes: tensor bytes on disk.
         bits_per_weight: average over the quantized linears; None if there are none.
-        modules: one summary per kind of module.
+        modules: one summary per kind of module and number type.
         recipe: name of the recipe from quantkit.json, if the file exists.
         layers: per-layer errors from quantkit.json, if the file exists.
         tower: linears of vision and audio towers from quantkit.json, if the file exists.
@@ -367,7 +368,7 @@ class CheckpointDifference(Record):
 
     Args:
         left, right: the two checkpoints.
-        facts: differences of the whole checkpoint.
+        facts: differences in format, size, recipe and other properties of the whole checkpoint.
         modules: differences in the storage of each kind of module.
         entries: differences in config.json, or in the metadata of GGUF files.
     """

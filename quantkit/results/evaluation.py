@@ -16,7 +16,7 @@ Through = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRecord(Record):
-    """One item of a task, answered by one model.
+    """Scores of one model's answer to one item of a task.
 
     Args:
         task: name of the task.
@@ -37,7 +37,7 @@ class SampleRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskResult(Record):
-    """Result of one task.
+    """Result of one model in one task.
 
     Args:
         task: name of the task.
@@ -46,8 +46,8 @@ class TaskResult(Record):
         stderr: standard error of `value`; None if the task gives none.
         num_samples: number of answered items.
         higher_is_better: direction of `metric`.
-        samples: one record per item, in order; may be empty if a task is only scored as a whole.
-        others: further metrics of the task.
+        samples: one record per item, in order; empty if the task only gives one score for all items.
+        others: values of the task's other metrics, keyed by metric.
         num_fewshot: number of examples in the prompt.
         version: version of the task's definition.
     """
@@ -77,7 +77,7 @@ class TaskResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerplexityResult(Record):
-    """Perplexity of one text.
+    """Perplexity of one model on one text, computed in overlapping or adjacent windows.
 
     Args:
         data: name of the text.
@@ -121,7 +121,7 @@ class PerplexityResult(Record):
 
     @property
     def perplexity(self) -> float:
-        """exp(nll per token); infinite if it exceeds the range of a float."""
+        """exp of the mean negative log-likelihood per token; infinite if it exceeds the range of a float."""
         mean = self.nll / self.num_tokens
         # exp overflows a float from about 709 on.
         return math.exp(mean) if mean < 700 else math.inf
@@ -156,21 +156,21 @@ class EvaluationResult(Record):
         return tuple(dict.fromkeys(f"Perplexity of {text.data} covers only {text.part}." for text in cut))
 
     def find_task(self, task: str) -> TaskResult | None:
-        """Return the result of a task, or None."""
+        """Return the result of a task; None if there is none."""
         return next((result for result in self.tasks if result.task == task), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftResult(Record):
-    """Distance from the original along texts that the original wrote. Both models read them one token per step.
+    """KL of the model to the original along texts that the original wrote; both models read them one token per step.
 
     Args:
         num_texts: number of texts.
         num_tokens: number of tokens that the original wrote after each prompt.
-        ends: for each stretch of the texts, the position after its last token.
-        part_kl: mean KL(original || model) per position in each stretch, nats.
-        text_kl: mean KL of each text.
-        slope: increase of the KL per 1,000 tokens, by least squares; mean of all texts.
+        ends: the texts are divided into stretches; for each, the position after its last token.
+        part_kl: mean KL(original || model) of the tokens in each stretch, nats.
+        text_kl: mean KL of each text, nats per token.
+        slope: increase of the KL per 1,000 tokens: a least-squares fit for each text, averaged over the texts.
         slope_low, slope_high: 95 % interval of the slope, from its spread over the texts; None for a single text.
         first_difference: for each text, number of positions before the first at which the two models have different
             likeliest tokens; None if there is no such position.
@@ -193,14 +193,15 @@ class FidelityResult(Record):
 
     Args:
         data: name of the text.
-        num_tokens: number of compared positions.
+        num_tokens: number of positions whose distributions were compared.
         mean_kl: mean KL(original || model) per position, nats.
         p99_kl: 99th percentile of KL.
         max_kl: largest KL.
         top1_agreement: share of positions where both models have the same likeliest token.
-        window_kl: mean KL of each window, for intervals.
-        first_divergence: for each prompt, number of greedy tokens before the first that differs; None if all agree.
-        greedy_tokens: number of tokens generated per prompt.
+        window_kl: mean KL of each window of the text, from which intervals are computed.
+        first_divergence: for each prompt, number of greedy tokens before the first that differs between the models;
+            None if all agree.
+        greedy_tokens: number of greedy tokens generated per prompt.
         engine: engine that ran both models.
         mean_kl_low: lower bound of the mean KL if only the likeliest tokens of each position are known; `mean_kl` is
             then the upper bound. None if whole distributions were compared.
@@ -224,16 +225,16 @@ class FidelityResult(Record):
     remainder: float | None = None
 
     def within(self, noise: Self) -> tuple[float, float]:
-        """Return lower and upper bounds of the `mean_kl` that the same two models would have in another dtype.
+        """Return the lower and upper bound of the mean KL that the same two models would have in another dtype.
 
         A small KL is half a squared distance, so the triangle inequality holds for the square roots of KL. The bounds
         assume that the change of dtype moves the model as far as it moves the original.
 
         Args:
-            noise: distance between the original in the other dtype and the original in this dtype.
+            noise: distance of the original in the other dtype from the original in this dtype.
         """
         low = self.mean_kl if self.mean_kl_low is None else self.mean_kl_low
-        # A file may hold a negative KL. Products instead of powers: a power that overflows is an error, not infinite.
+        # A file may hold a negative KL. Products replace powers, because a power that overflows raises an error.
         least, most, step = (math.sqrt(max(0.0, kl)) for kl in (low, self.mean_kl, 4 * noise.mean_kl))
         least, most = max(0.0, least - step), most + step
         return least * least, most * most
@@ -241,11 +242,11 @@ class FidelityResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityRecord(Record):
-    """Effect of quantizing one fused group alone in the original model.
+    """Effect of quantizing one fused group of the original model, with all others unquantized.
 
     Args:
         layer: index of the decoder layer.
-        group: name of the linears that engines fuse, e.g. "q/k/v", "o", "gate/up", "down".
+        group: name of the fused group (linears that engines fuse), e.g. "q/k/v", "o", "gate/up", "down".
         modules: full names of the linears in the group.
         kl: mean KL to the original, nats per token.
         quantized_bytes, dense_bytes: bytes of the group as quantized and in 16 bits.
@@ -280,13 +281,13 @@ class SensitivityProposal(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensitivityMap(Record):
-    """Sensitivity by layer and fused group.
+    """KL that quantizing each fused group alone causes, by layer and group.
 
     Args:
         data: name of the text.
         num_tokens: number of compared positions.
         records: one record per fused group, in the order of the model.
-        total_kl: KL with all groups quantized at once; close to the sum of the groups' KL if groups do not interact.
+        total_kl: KL with all groups quantized at once, nats; near the sum of the groups' KL if groups do not interact.
         proposal: proposed change of the recipe; None if no change is needed, or none was found.
     """
 

@@ -1,7 +1,7 @@
 """Gates such as `recovery>=98.9`: the metrics that they limit, verdicts and remedies.
 
-A gate compares the measured value with the limit. A limit with a plus sign, such as `loop_rate<=+0.01`, is compared
-with the difference between the model's value and the original's. If the value's interval includes the limit, the
+A gate compares the model's value of a metric with a limit. A limit with a plus sign, such as `loop_rate<=+0.01`, is
+compared with the model's value minus the original's. If the 95 % interval of the value includes the limit, the
 explanation says that more samples are needed. A gate fails if its metric was not measured.
 """
 
@@ -19,7 +19,7 @@ from quantkit.results.statistics.comparison import ACCEPTANCE, ANSWER_LENGTH, BE
 from quantkit.results.statistics.summary import median
 from quantkit.safety.untrusted import shorten
 
-Values = dict[str, float]  # keyed by subject; a gate without a subject usually means the first
+Values = dict[str, float]  # keyed by subject; a gate without a subject usually limits the first value
 Read = Callable[[Report], Mapping[str, float | None]]
 
 TEXT, LENGTH, RATE, DRAFTS = "perplexity: ", f"{ANSWER_LENGTH}: ", f"{BEHAVIOUR}: ", f"{ACCEPTANCE}: "
@@ -34,11 +34,12 @@ class Metric:
 
     Args:
         kind: topic of the metric: "accuracy", "decoding", "behaviour", "speed" or "memory".
-        read: function that returns a report's values, keyed by subject, the default subject first; None = not measured.
+        read: function that returns a report's values, keyed by subject (e.g. a task); a gate without a subject usually
+            limits the first value. A value of None was not measured.
         low, high: range of plausible limits; a limit outside this range probably has the wrong unit.
         unit: unit of the limit, for the message about an implausible limit.
-        over: like `read`, but returns differences from the original, for limits with a plus sign; None = the metric has
-            no such limits.
+        over: like `read`, but returns differences from the original, for limits with a plus sign; None = the metric
+            does not support such limits.
         subjects: all possible subjects; empty = any.
         lacks: function that returns the reason why a report has no value for a subject; None = the only possible reason
             is that nothing was measured.
@@ -60,7 +61,7 @@ class Metric:
 
 
 def gate_numbers(report: Report) -> dict[str, float]:
-    """Return every measured number that gates can limit, keyed by its name in a gate."""
+    """Return every measured number that gates can limit, keyed as in gates: `metric` or `metric[subject]`."""
     numbers: dict[str, float] = {}
     for name, metric in METRICS.items():
         values = metric.values(report)
@@ -94,7 +95,9 @@ def _fidelity(name: str) -> Read:
 
 
 def _margins(read: Callable[[MarginRecord], float | None]) -> Read:
-    """Return a function that reads one value for each kind of decision that occurs in enough prompts, keyed by kind."""
+    """Return a function that reads a value from the margins of each kind of decision, if enough prompts have such
+    decisions; the values are keyed by kind.
+    """
 
     def numbers(report: Report) -> dict[str, float | None]:
         known = report.behaviour.margins if report.behaviour else ()
@@ -104,14 +107,16 @@ def _margins(read: Callable[[MarginRecord], float | None]) -> Read:
 
 
 def _flips(report: Report) -> dict[str, float | None]:
-    """Return the share of flipped decisions for each kind with enough prompts, and for all kinds together (key "")."""
+    """Return the share of flipped decisions: for each kind with enough prompts, and for all kinds together (key "")."""
     behaviour = report.behaviour
     enough = behaviour is not None and sum(each.num_prompts for each in behaviour.margins) >= MIN_PROMPTS
     return {"": behaviour.flips if behaviour and enough else None, **_margins(lambda each: each.flips)(report)}
 
 
 def _too_few(report: Report, kind: str | None) -> str:
-    """Return why a kind of decision has no value: too few prompts have it; "" if the report has no behaviour test."""
+    """Return why a report has no value for a kind of decision, or for all kinds (None): the original makes such
+    decisions in too few prompts. Return "" if the report has no behaviour test.
+    """
     if report.behaviour is None:
         return ""
     counts = {each.kind: each.num_prompts for each in report.behaviour.margins}
@@ -120,7 +125,11 @@ def _too_few(report: Report, kind: str | None) -> str:
 
 
 def _run_ratios(read: Callable[[BenchmarkRun], float | None]) -> Read:
-    """Return a function that gives, for each workload, a number of the model's run divided by the original's number."""
+    """Return a function that divides, for each workload, the value of the model's run by that of the original's run.
+
+    Args:
+        read: function that returns the value of a run.
+    """
 
     def ratios(report: Report) -> dict[str, float | None]:
         return {run.workload.name: _quotient(read(run), read(other)) for run, other in report.paired_runs if other}
@@ -138,7 +147,7 @@ def _quotient(value: float | None, baseline: float | None) -> float | None:
 
 
 def _memory_ratio(report: Report) -> dict[str, float | None]:
-    """Return the model's weight bytes in memory divided by the original's, or the ratio on disk if not observed."""
+    """Return the model's weight bytes in memory divided by the original's; bytes on disk if memory was not observed."""
     ours = report.benchmark and report.benchmark.memory_part("weights")
     theirs = report.baseline_benchmark and report.baseline_benchmark.memory_part("weights")
     if ours and theirs and ours.observed_bytes and theirs.observed_bytes:
@@ -152,7 +161,7 @@ def _size_ratio(report: Report) -> dict[str, float | None]:
 
 
 METRICS = {  # without a subject, the first value counts, or the worst if the metric is in `WORST_COUNTS`
-    # `low` and `high` reveal a wrong unit: recovery>=0.97 is not in per cent, perplexity_ratio<=105 is not a ratio.
+    # The bounds reveal a limit in the wrong unit: recovery>=0.97 is not in per cent, perplexity_ratio<=105 is no ratio.
     "recovery": Metric("accuracy", _of_comparisons(lambda c: c.recovery), 10, 200, PER_CENT),
     "score": Metric("accuracy", _of_comparisons(lambda c: c.value), unit="a score"),
     "perplexity": Metric("accuracy", _of_comparisons(lambda c: c.value, TEXT), low=1, unit="at least 1"),
@@ -226,7 +235,7 @@ def parse_gate(text: str) -> Gate:
     Args:
         text: text of the gate, e.g. `recovery>=98.9`.
     Raises:
-        GateError: the text does not have this form, the metric is unknown, or the limit seems to have the wrong unit.
+        GateError: the text is not a gate, the metric is unknown, or the limit seems to have the wrong unit.
     """
     if len(text) > _MAX_LENGTH:  # matching n spaces takes time n^3
         raise GateError(f"gate {shorten(text)} has {len(text)} characters; the maximum is {_MAX_LENGTH}")
@@ -241,12 +250,14 @@ def parse_gate(text: str) -> Gate:
     try:
         limit = float(written)
     except ValueError:
-        raise GateError(f"gate {text!r}: {written!r} is not a number") from None
+        raise GateError(f"gate {text!r}: the limit {written!r} is not a number; write e.g. 0.02 or 98.9") from None
     # `top1>=98%` means the share 0.98; recovery is in per cent already.
     limit /= 100 if percent and name not in IN_PER_CENT else 1
     metric = METRICS[name]
     if not metric.low <= limit <= metric.high:
-        raise GateError(f"gate {text!r}: {name} is {metric.unit}, so the limit {limit:g} is probably wrong")
+        raise GateError(
+            f"gate {text!r}: {name} is {metric.unit}, so the limit {limit:g} is probably in the wrong unit; change it"
+        )
     if subject and metric.subjects and subject not in metric.subjects:
         known = f"{suggestion(subject, metric.subjects)}; supported: {', '.join(metric.subjects)}"
         raise GateError(f"gate {text!r}: unknown decision {subject!r}{known}")
@@ -269,13 +280,13 @@ def behaviour_gates(report: Report) -> list[str]:
 
 
 def evaluate_gates(report: Report, gates: Sequence[Gate | str]) -> list[GateResult]:
-    """Judge each gate on a report, in order.
+    """Check each gate against the numbers of a report, and return the results in the order of the gates.
 
     Args:
         report: the report.
         gates: parsed gates, or their texts.
     Raises:
-        GateError: a gate is not valid, or names a task or workload that is not among those of the report.
+        GateError: a gate is not valid, or its subject (a task, text or workload) is not in the report.
     """
     return [_judge(report, gate if isinstance(gate, Gate) else parse_gate(gate)) for gate in gates]
 
@@ -308,12 +319,14 @@ def _judge(report: Report, gate: Gate) -> GateResult:
 
 
 def _pick(gate: Gate, values: Values) -> float | None:
-    """Return the value that a gate limits. Without a subject, this is the first value or the worst (`WORST_COUNTS`)."""
+    """Return the value that a gate limits: the value of its subject. Without a subject, return the worst value if the
+    metric is in `WORST_COUNTS`, and otherwise the first.
+    """
     if gate.subject is not None:
         # If nothing was measured, the gate fails. If only this subject is missing, the user misspelt it.
         if values and gate.subject not in values:
             raise GateError(
-                f"gate {gate.text!r}: the report has no {gate.metric} of {gate.subject!r}"
+                f"gate {gate.text!r}: the report has no {gate.metric} for {gate.subject!r}"
                 f"{suggestion(gate.subject, values)}; "
                 f"it has {', '.join(name or gate.metric + ' without brackets' for name in values)}"
             )
@@ -327,7 +340,7 @@ def _pick(gate: Gate, values: Values) -> float | None:
 
 
 def _doubt(report: Report, gate: Gate, values: Values) -> str:
-    """Return a warning if the interval includes the limit, or an empty text."""
+    """Return a warning if the interval of the gate's value includes the limit; otherwise an empty text."""
     low, high = _gate_interval(report, gate, values)
     if low is None or high is None or not low <= gate.limit <= high:
         return ""

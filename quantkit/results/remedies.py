@@ -1,4 +1,4 @@
-"""Suggest what to change when a gate fails, based on the report."""
+"""Suggest what to change when a gate fails, based on the other results in the report."""
 
 from quantkit.results import Report, SensitivityProposal
 
@@ -8,11 +8,11 @@ _TO_MEASURE = {
     "drift": "add `--drift TOKENS` to `quantkit verify`, e.g. 2k",
 }
 _MEASURE_IT = (
-    "let `quantkit verify` measure this metric (`--suite none` skips tasks, `--no-bench` skips speed and memory), or "
-    "choose the gates to check with --gate"
+    "run `quantkit verify` so that it measures this metric (`--suite none` skips tasks, `--no-bench` skips speed and "
+    "memory), or choose other gates with --gate"
 )
 _TO_IMPROVE = {
-    ACCEPTANCE_RATIO: "quantize the MTP head less: leave it unquantized, or give it 8 bits",
+    ACCEPTANCE_RATIO: "leave the MTP head unquantized, or give it 8 bits",
     "drift": "give more bits to the KV cache (`--kv-cache`, or `kv_cache:` in the recipe) or to the weights",
 }
 
@@ -52,7 +52,10 @@ def _accuracy_remedy(report: Report) -> str:
 
 
 def describe_proposal(proposal: SensitivityProposal, most: int = 6) -> str:
-    """Describe a proposal in one line that names at most `most` groups; if these are all, add the override to paste."""
+    """Describe a proposal in one line that names at most `most` fused groups.
+
+    If these are all groups, the line also gives the `--set` options to paste.
+    """
     groups = ", ".join(f"layer {layer} {group}" for layer, group in proposal.groups[:most])
     options = " ".join(f"--set '{override}'" for override in proposal.overrides)
     if len(proposal.groups) > most:

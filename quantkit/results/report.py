@@ -1,4 +1,4 @@
-"""Report about one checkpoint: compression, evaluation, speed and gates."""
+"""Records of a report about one checkpoint, of a search, and of the trials of a sweep."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,15 +20,15 @@ class Comparison(Record):
     Args:
         subject: what is compared: a task, "all tasks", or one of "perplexity: TEXT", "answer length: TASK",
             "behaviour: RATE" and "accepted drafts: POSITION".
-        metric: name of the compared metric, e.g. "acc".
+        metric: name of the metric that is compared, e.g. "acc".
         baseline, value: the original's and the model's number.
         difference: value - baseline; for perplexity, the test uses the logarithm of the ratio instead.
-        low, high: 95 % interval of `difference`; None if both samples and standard errors are missing.
+        low, high: 95 % interval of `difference`; None if neither samples nor standard errors are known.
         p_value: p value of the paired test; None if there is nothing to test.
         recovery, recovery_low, recovery_high: value as per cent of baseline with its 95 % interval; if lower is better,
             baseline as per cent of value. None if baseline is 0.
-        noise_floor: change that another dtype alone can cause in the original's number; None if it was not measured.
-        num_samples: number of compared pairs.
+        noise_floor: how much the original's number can change by computing in another dtype; None if not measured.
+        num_samples: number of items that both models answered; for perplexity, number of windows.
         higher_is_better: direction of `metric`.
         verdict: "noise": within the noise floor; "no difference seen": not significant; else "better" or "worse".
         method: names of interval and test.
@@ -54,7 +54,7 @@ class Comparison(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateResult(Record):
-    """Result of one gate.
+    """Result of checking one gate.
 
     Args:
         gate: text of the gate, e.g. "recovery[demo_facts]>=97".
@@ -63,7 +63,7 @@ class GateResult(Record):
         limit: the limit.
         value: the measured value; None if it was not measured, and the gate then fails.
         held: whether the gate held.
-        explanation: one sentence with the value and the limit.
+        explanation: one sentence that states the value and the limit, or why there is no value.
         remedy: what to change; None if the gate held.
     """
 
@@ -121,7 +121,7 @@ class Environment(Record):
         seeds: seeds keyed by purpose.
         hashes: hashes of the checkpoint's files, of the text, and of the inputs of the compression, keyed by name.
         command: command line; empty if run from Python.
-        created: ISO date and time; empty if it is not recorded, so that equal runs give equal reports.
+        created: ISO date and time of the report; may be left empty so that equal runs give equal reports.
     """
 
     versions: dict[str, str] = field(default_factory=dict)
@@ -144,13 +144,13 @@ class Report(Record):
         compression: record of the compression.
         evaluation, baseline: evaluation of the checkpoint and of the original.
         noise: evaluation of the original in another dtype.
-        comparisons: comparisons of model and original, computed from `evaluation`, `baseline` and `noise`; the first is
-            the headline.
+        comparisons: comparisons of model and original, computed from `evaluation`, `baseline` and `noise`; the mean
+            over tasks comes first, if there are tasks.
         fidelity: distance of the model's next-token distributions from the original's.
         noise_fidelity: distance of the original in another dtype from the original.
-        drift: distance from the original along long texts, while decoding.
+        drift: KL to the original along long texts, while decoding.
         behaviour: decision margins on the original's answers to chat prompts, and answers of both models.
-        sensitivity: sensitivity by layer and fused group.
+        sensitivity: KL that quantizing each fused group alone causes.
         benchmark, baseline_benchmark: speed and memory of both models.
         diagnosis: what limits speed, in plain words.
         gates: results of the gates.
@@ -181,7 +181,7 @@ class Report(Record):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str = "report") -> "Report":
-        """Read a report; ignore `metrics`, a computed entry that exists only for readers of the JSON."""
+        """Create a report from a dict; ignore the entry `metrics`, which is computed from the other entries."""
         known = {key: value for key, value in data.items() if key != "metrics"}
         # Not `super()`, which refers to the class as it was before slots were added.
         return super(Report, cls).from_dict(known, where=where)
@@ -198,13 +198,13 @@ class Report(Record):
         return [(run, theirs.find_run(run.workload.name) if theirs else None) for run in ours]
 
     def find_comparison(self, subject: str) -> Comparison | None:
-        """Return the comparison of a subject, or None."""
+        """Return the comparison of a subject; None if there is none."""
         return next((c for c in self.comparisons if c.subject == subject), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateRecord(Record):
-    """One candidate scheme, and its cost if all groups use it.
+    """Size and KL of one candidate scheme of a search, if all groups use the scheme.
 
     Args:
         name: name of the candidate, e.g. "int4:32", or "skip" for unquantized weights.
@@ -219,7 +219,7 @@ class CandidateRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupChoice(Record):
-    """Chosen candidate of one fused group.
+    """Candidate scheme that a search chose for one fused group.
 
     Args:
         layer: index of the decoder layer.
@@ -266,11 +266,11 @@ class CacheChoice(Record):
         layers: number types of each layer whose cache quantkit can quantize.
         uniform: KL of up to two caches within the target that use the same types in all layers, keyed by these types;
             measured on the tokens used for the choice.
-        num_tokens: number of positions used for the choice; `measured_kl` uses about as many positions. Keys and values
-            in the last page of a window are not quantized yet, as in any sequence.
+        num_tokens: number of positions used for the choice; `measured_kl` uses about as many positions. As in any
+            sequence, keys and values in the last page of a window are not quantized yet.
         sum_kl: sum of the layers' estimated KL.
         search_kl: KL of the chosen cache on the tokens used for the choice.
-        measured_kl: as `search_kl`, but on tokens that the search did not use, if the text is long enough.
+        measured_kl: as `search_kl`, but on tokens that the choice did not use, if the text has enough tokens.
     """
 
     bits: float
@@ -290,7 +290,7 @@ class CacheSearchResult(Record):
         model: model as given by the user, "demo" for the bundled one.
         recipe: path of the written recipe.
         base: name of the recipe that the search started from.
-        target: target, e.g. "kv_bits<=3.5".
+        target: target of the search, e.g. "kv_bits<=3.5".
         kv_cache: the chosen cache.
         data: name of the text.
         notes: unusual events.
@@ -309,18 +309,18 @@ class CacheSearchResult(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult(Record):
-    """Result of `quantkit search`.
+    """Result of `quantkit search` with a target for the weights.
 
     Args:
         model: model as given by the user, "demo" for the bundled one.
         recipe: path of the written recipe.
         base: name of the recipe that the search started from.
-        target: target, e.g. "bits<=4.5", "kl<=0.02", "recovery>=99".
+        target: target of the search, e.g. "bits<=4.5", "kl<=0.02", "recovery>=99".
         reached: whether the compressed model meets the target.
         bits_per_weight: stored bits per weight, including scales and zero points, over all linears that the search may
             change; linears that it leaves unquantized count with their stored bits.
         output_bytes: bytes of all tensors of the compressed model.
-        candidates: one record per candidate.
+        candidates: one record per candidate scheme.
         groups: chosen candidate of each fused group.
         data: name of the text.
         num_tokens: number of positions on which the groups' KL is measured. `expected_kl` and `measured_kl` use about
@@ -372,9 +372,9 @@ class TrialRecord(Record):
         name: name of the trial and of its checkpoint.
         model: model as given by the user, "demo" for the bundled one.
         recipe: name of the recipe.
-        identity: everything that determines the trial's figures, except times.
+        identity: all inputs that determine the trial's results, except measured times.
         exit_code: exit code of the trial's last command; 0 = done, 130 = not finished.
-        reason: reason why there is no report.
+        reason: why there is no report.
         attempts: number of attempts.
         seconds: wall time of the last attempt.
         report: report about the trial's checkpoint; None if the trial is not finished or failed.

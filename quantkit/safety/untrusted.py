@@ -35,11 +35,11 @@ _BRACKETS: dict[type[Any], str] = {dict: "{}", list: "[]", tuple: "()"}
 
 
 def shorten(value: Any, limit: int = 60) -> str:
-    """Return `repr` of a value for a one-line message, cut while it is written, so that values of any size are safe.
+    """Return the start of a value's `repr` for a one-line message. Values of any size are safe: the rest is not built.
 
     Args:
         value: anything.
-        limit: characters to keep.
+        limit: maximum number of characters.
     """
     text = ""
     for part in _written(value, limit):
@@ -50,21 +50,21 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def check_path(path: Path, kind: type[InputError]) -> None:
-    """Refuse a path that a report cannot contain, before any work is done for it.
+    """Refuse a path that is not UTF-8 or contains a zero byte, because a report could not name it.
 
     Raises:
         InputError: raised as `kind`.
     """
     text = str(path)
     if "\0" in text:
-        raise kind(f"{text!r} is not a path: it contains a zero byte")
+        raise kind(f"{text!r} is not a path, because it contains a zero byte; give a different path")
     if not text.isascii() and text.encode(errors="ignore").decode() != text:
-        raise kind(f"{text!r} is not UTF-8, and reports cannot contain it; rename it")
+        raise kind(f"the path {text!r} is not UTF-8, so reports cannot name it; rename the file or folder")
 
 
 @contextlib.contextmanager
 def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[BufferedReader]:
-    """Open a file for reading; system errors become one-line errors.
+    """Open a file for reading while the block runs; an OSError becomes an error with a one-line message.
 
     Args:
         path: path of the file.
@@ -78,7 +78,7 @@ def opened(path: Path, kind: type[InputError] = CheckpointError) -> Iterator[Buf
 
 
 def file_stamp(path: Path) -> tuple[int, int]:
-    """Return the size and the modification time of a file: at least one changes when the file is written.
+    """Return the size and the modification time of a file, by which a caller notices that the file was written to.
 
     Raises:
         CheckpointError: the file cannot be opened.
@@ -89,10 +89,10 @@ def file_stamp(path: Path) -> tuple[int, int]:
 
 
 def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield bytes [start, start + num_bytes) of a file, at most `size` at a time.
+    """Yield the bytes [start, start + num_bytes) of a file in chunks of at most `size` bytes.
 
     Raises:
-        CheckpointError: the bytes do not exist or cannot be read.
+        CheckpointError: the file ends before the last of these bytes, or cannot be read.
     """
     with opened(path) as file:
         file.seek(start)
@@ -100,7 +100,7 @@ def read_chunks(path: Path, start: int, num_bytes: int, size: int = CHUNK_BYTES)
             chunk = file.read(min(size, left))
             if len(chunk) < min(size, left):
                 raise CheckpointError(
-                    f"{path} ended {left - len(chunk)} bytes early: it changed while it was read; run the command again"
+                    f"{path} ended {left - len(chunk)} bytes early, so it was changed meanwhile; run the command again"
                 )
             yield chunk
 
@@ -118,15 +118,15 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
-            raise kind(f"{path}: cannot be read as text: it is not a regular file; give a file")
+            raise kind(f"{path} cannot be read as text: it is not a regular file; give the path of a file")
         with path.open("rb") as file:
-            # Read at most one byte more than the file had, because it may grow without end meanwhile.
+            # Read at most one byte more than the file has, because it may grow while it is read.
             data = b"" if status.st_size > limit else file.read(status.st_size + 1)
         if status.st_size > limit or len(data) > limit:
-            raise kind(f"{path}: cannot be read: it has more than {limit} bytes; give a smaller file")
+            raise kind(f"{path} has more than {limit} bytes, the limit for this file; give a smaller file")
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
-        raise kind(f"{path}: cannot be read as text: {error}") from None
+        raise kind(f"{path} cannot be read as text: {error}") from None
 
 
 def read_object(path: Path, kind: type[InputError], todo: str = _AGAIN) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def read_object(path: Path, kind: type[InputError], todo: str = _AGAIN) -> dict[
     Args:
         path: path of the file; links are followed.
         kind: error class to raise.
-        todo: advice to the user.
+        todo: what the user should do if the JSON is not valid, for the message.
     Raises:
         InputError: raised as `kind`: the file cannot be read, or holds no JSON object.
     """
@@ -149,7 +149,7 @@ def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: st
         text: JSON text.
         where: name of the file, for messages.
         kind: error class to raise.
-        todo: advice to the user.
+        todo: what the user should do if the JSON is not valid, for the message.
     Raises:
         InputError: raised as `kind`: the text is not JSON, or not an object.
     """
@@ -166,13 +166,13 @@ def parse_object(text: str | bytes, where: str, kind: type[InputError], todo: st
 
 
 def _has_long_number(text: str) -> bool:
-    # Search in slices, because other threads must wait for the end of a search.
+    # Search in slices, because other threads of Python wait while a search runs.
     starts = range(0, len(text), _SEARCHED)
     return any(_LONG_NUMBER.search(text, start, start + _SEARCHED + _MAX_DIGITS) for start in starts)
 
 
 def _whole_number(text: str) -> int:
-    # Python converts digits in quadratic time, and raises its own error for very long numbers.
+    # For long numbers, `int` takes quadratic time, and for very long ones it raises an error of its own.
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"a number has {len(text)} digits, over the limit of {_MAX_DIGITS}")
     return int(text)
@@ -198,7 +198,7 @@ def _inside(level: list[Any]) -> Iterator[Iterable[Any]]:
 
 
 def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:
-    """Parse plain data from YAML, with stricter rules: no duplicate keys, no aliases, and 1e-3 is a number.
+    """Parse YAML as plain data. Duplicate keys and aliases are errors, and 1e-3 is a number.
 
     Args:
         text: content of the file.
@@ -208,7 +208,7 @@ def parse_yaml(text: str, where: str, kind: type[InputError]) -> Any:
         InputError: raised as `kind`: the text is not YAML, too large, or nested too deeply; names the line if known.
     """
     if len(text) > MAX_YAML_BYTES:
-        raise kind(f"{where}: has {len(text)} characters of YAML, over the limit of {MAX_YAML_BYTES}; shorten it")
+        raise kind(f"{where} has {len(text)} characters of YAML, over the limit of {MAX_YAML_BYTES}; shorten it")
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -240,16 +240,16 @@ def _written(value: Any, limit: int) -> Iterator[str]:
         yield "," if type(value) is tuple and len(value) == 1 else ""
         yield brackets[1]
     elif isinstance(value, str | bytes):
-        # Cut before it is written: the repr of a long text is at least as long.
+        # Cut before `repr` is called, because the `repr` of a long text is at least as long.
         yield repr(value[: limit + 1])
     elif type(value) is int and value.bit_length() > 4 * limit:
-        yield f"a whole number of {value.bit_length()} bits"  # Python refuses to write the largest
+        yield f"a whole number of {value.bit_length()} bits"  # Python refuses to print very large numbers
     else:
         yield repr(value)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML loader that refuses aliases, duplicate keys, and unreasonably large documents."""
+    """Safe YAML loader that refuses aliases, duplicate keys, and documents with too many or too deep values."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -257,7 +257,7 @@ class _Loader(yaml.SafeLoader):
         self._num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node; overrides PyYAML, where a kilobyte of aliases can expand to a terabyte."""
+        """Return the next node, or refuse it; in PyYAML itself, a kilobyte of aliases can expand to a terabyte."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(
@@ -277,7 +277,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping; overrides PyYAML, which silently keeps the last of two equal keys."""
+        """Build a mapping, or refuse one with two equal keys, of which PyYAML would silently use the last."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = key_node.value
@@ -290,7 +290,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Build a number; refuse very long ones, which take minutes in base 60 and which Python cannot print."""
+        """Build a number, or refuse one with too many digits: such a number can take minutes to parse (in base 60), and
+        Python cannot print it.
+        """
         if len(str(node.value)) > _MAX_DIGITS:
             problem = f"a number has {len(node.value)} characters, over the limit of {_MAX_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

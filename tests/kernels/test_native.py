@@ -90,8 +90,8 @@ def test_a_cpu_of_arm_with_dot_products_has_one_library(monkeypatch, widest):
     ("system", "machine", "said", "reason"),
     [
         ("Linux", "aarch64", CORTEX_A72, "this CPU has no atomics"),
-        ("Linux", "riscv64", "", "they are for Linux on x86_64 and aarch64, not for Linux on riscv64"),
-        ("Darwin", "arm64", "", "they are for Linux on x86_64 and aarch64, not for Darwin on arm64"),
+        ("Linux", "riscv64", "", "there are none for Linux on riscv64, only for Linux on x86_64 and aarch64"),
+        ("Darwin", "arm64", "", "there are none for Darwin on arm64, only for Linux on x86_64 and aarch64"),
     ],
 )
 def test_other_machines_are_told_why_there_is_no_library(monkeypatch, system, machine, said, reason):

@@ -359,7 +359,7 @@ def test_what_was_moved_aside_is_kept_when_its_place_is_taken(tmp_path):
     make_checkpoint(tmp_path / "out")
     killed_between_renames(tmp_path / "out")
     make_checkpoint(tmp_path / "out", "the user's")
-    with pytest.raises(OutputError, match=r"replaced is the old .*out, which an interrupted run moved there"):
+    with pytest.raises(OutputError, match=r"interrupted run moved the old .*out to .*replaced, but"):
         write(tmp_path / "out", overwrite=True)
     assert content(tmp_path / "out") == "the user's"
     assert content(tmp_path / "out.partial" / "replaced") == "old"

@@ -74,7 +74,7 @@ def test_numbers_that_json_lacks_become_null(report):
 
 UNREADABLE = [
     (None, r"report\.json: no such file; `quantkit verify .*` makes one"),
-    ('{"model": ', r"report\.json is not valid JSON \(.*line 1 .*the file may be truncated"),
+    ('{"model": ', r"report\.json is not valid JSON \(.*line 1 .*give a report\.json that `quantkit verify` wrote"),
     ("[]", "holds a JSON list, not an object"),
     ('{"schema_version": 7}', "schema version 7"),
     ('{"schema_version": 1}', "field 'model' is missing"),

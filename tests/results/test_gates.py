@@ -52,7 +52,7 @@ REFUSED = [
     ("recovery=98", r"is not valid; write a metric, a comparison and a limit, e\.g\. recovery>=98\.9"),
     ("recovery>=", "is not valid"),
     ("recovery>=9.8.7", "'9.8.7' is not a number"),
-    ("recovery>=0.989", r"recovery is in per cent of the original \(about 100\), so the limit 0.989 is probably wrong"),
+    ("recovery>=0.989", r"recovery is in per cent of the original \(about 100\), so the limit 0.989 is probably in"),
     ("top1>=97", "top1 is a share between 0 and 1"),
     ("", "is not valid"),
     ("margin[tol]>=0.8", r"unknown decision 'tol' \(did you mean 'tool'\?\); supported: tool, no_tool, thinking"),

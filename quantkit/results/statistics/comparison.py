@@ -1,11 +1,12 @@
-"""Compare two evaluations item by item: what changed, whether the change is significant, and how much another dtype
-alone would change the results.
+"""Compare the evaluations of a model and its original item by item: what changed, whether the change is significant,
+and how much another dtype alone would change the results.
 
-The noise floor of a number is how much the original's result changes when the original computes in another dtype. It is
-the larger of two changes: the observed one, and the one that the same number of changed items would cause by chance if
-gains and losses were equally likely. If only a share of the items was asked in the other dtype, both changes are
-multiplied by the square root of that share, because the mean of more items varies less by chance. A difference within
-the noise floor is called noise, whatever its p-value, in both directions: a recovery of 101 % may be noise too.
+The noise floor of a number says how much the original's number changes when the original computes in another dtype. It
+is the larger of two changes: the observed change, and the change that as many changed items would cause by chance if
+gains and losses were equally likely. If only a share of the items was evaluated in the other dtype, both changes are
+multiplied by the square root of that share, because the mean of more items varies less by chance. A difference that
+does not exceed the noise floor is called noise, whatever its p-value. This holds for gains as well as losses, so a
+recovery of 101 % may be noise.
 """
 
 import math
@@ -29,7 +30,7 @@ ALL_TASKS = "all tasks"
 ANSWER_LENGTH = "answer length"
 BEHAVIOUR = "behaviour"
 ACCEPTANCE = "accepted drafts"
-LENGTH_BAND = (0.90, 1.10)  # mean answer length relative to the original's; limits as in MLPerf Inference
+LENGTH_BAND = (0.90, 1.10)  # allowed ratio of mean answer length to the original's; limits as in MLPerf Inference
 SIGNIFICANCE = 1 - CONFIDENCE
 
 
@@ -44,7 +45,7 @@ def compare_evaluations(
         noise: evaluation of the original in another dtype (float32 for a bfloat16 model), which gives the noise floor;
             None = not measured.
     Raises:
-        ReportError: samples with the same index are different items.
+        ReportError: in a task, samples with the same index are different items.
     """
     shared = [
         (task, other, None if noise is None else noise.find_task(task.task))
@@ -59,7 +60,7 @@ def compare_evaluations(
         for text in value.perplexity
         if (original := _find_text(baseline, text)) is not None
     ]
-    # The mean covers only tasks with pairs in which higher is better: in others, a loss would count as a gain.
+    # The mean needs samples of both models. It leaves out tasks in which lower is better: a loss would count as a gain.
     mean = _compare_mean([triple for triple in shared if triple[0].higher_is_better and _paired(*triple[:2])])
     return (*([mean] if mean else []), *tasks, *texts, *behaviour, *(length for length in lengths if length))
 
@@ -79,14 +80,19 @@ def _compare_behaviour(
 
 
 def compare_task(value: TaskResult, baseline: TaskResult, noise: TaskResult | None = None) -> Comparison:
-    """Compare one task of both models: in pairs if samples were kept, otherwise by standard errors."""
+    """Compare the results of both models in one task: item by item if both results hold samples, otherwise by their
+    standard errors.
+    """
     if value.metric != baseline.metric:
-        raise ReportError(f"task {value.task}: metric {value.metric!r} cannot be compared with {baseline.metric!r}")
+        raise ReportError(
+            f"task {value.task}: metric {value.metric!r} cannot be compared with {baseline.metric!r}; evaluate both "
+            "models with the same version of the task"
+        )
     pairs = _paired(value, baseline)
     floor = None if noise is None or pairs is None else _noise_floor([_changes(noise, baseline, len(pairs[0]))])
     result = _unpaired(value, baseline) if pairs is None else compare_pairs([pairs])
     if not value.higher_is_better:
-        # Inversion turns an interval round: its upper end becomes the lower one.
+        # The inverse of the upper end of an interval is the lower end of the inverse interval.
         low, high = _inverse(result.ratio_high), _inverse(result.ratio_low)
         result = replace(result, ratio=_inverse(result.ratio), ratio_low=low, ratio_high=high)
     return _comparison(result, value.task, value.metric, floor, higher_is_better=value.higher_is_better)
@@ -139,15 +145,15 @@ def compare_perplexity(
 
 
 def _log_ratio(value: PerplexityResult, baseline: PerplexityResult) -> tuple[float, float, float | None]:
-    """Return the difference of the negative log-likelihood per token, half the width of its 95 % interval, and its
-    p-value.
+    """Return the logarithm of the ratio of the perplexities, half the width of its 95 % interval, and its p-value.
 
-    Windows are the independent units. The result is a ratio estimator, because windows differ in their number of
-    tokens.
+    The logarithm is the difference of the negative log-likelihoods per token. Windows are treated as independent.
+    Because they differ in their number of tokens, the error is that of a ratio estimator.
     """
     if value.window_tokens != baseline.window_tokens:
         raise ReportError(
-            f"perplexity of {value.data}: the two models read different windows; use the same tokenizer and settings"
+            f"perplexity of {value.data}: the windows of the two models have different numbers of tokens; evaluate "
+            "both with the same tokenizer and settings"
         )
     tokens, count = value.num_tokens, len(value.window_tokens)
     mean = (value.nll - baseline.nll) / tokens
@@ -185,14 +191,14 @@ def _common_samples(value: TaskResult, baseline: TaskResult) -> list[tuple[Sampl
 
 
 def _paired(value: TaskResult, baseline: TaskResult) -> Pairs | None:
-    """Return the original's and the model's scores of the items that both answered; None if samples were not kept."""
+    """Return the original's and the model's scores of the items that both answered; None if a result has no samples."""
     common, metric = _common_samples(value, baseline), value.metric
     return ([b.scores[metric] for b, _ in common], [v.scores[metric] for _, v in common]) if common else None
 
 
 def _changes(noise: TaskResult, baseline: TaskResult, count: int) -> list[float] | None:
-    """Return the changes of the items' scores in another dtype, scaled to a task of `count` items; None if samples were
-    not kept.
+    """Return the changes of the items' scores in another dtype, scaled to a task of `count` items; None if a result has
+    no samples.
     """
     pairs = _paired(noise, baseline)
     if pairs is None:
@@ -269,7 +275,7 @@ def _unpaired(value: TaskResult, baseline: TaskResult) -> PairedResult:
         p_value=None if not error else 2 * NORMAL.cdf(-abs(difference) / error),
         ratio=value.value / baseline.value if baseline.value else None,
         num_samples=min(value.num_samples, baseline.num_samples),
-        method="standard errors, unpaired: samples were not kept",
+        method="standard errors, unpaired: no scores of single items",
     )
 
 

@@ -1,5 +1,5 @@
-"""Compare two models on the same items: the difference, its 95 % interval, a paired test, and the ratio with its
-interval.
+"""Compare the scores of two models on the same items: the difference and its 95 % interval, a paired test, and the
+ratio and its 95 % interval.
 
 For right-or-wrong items, the intervals are score intervals, which keep their coverage even if few items differ: Tango's
 for the difference, and Nam and Blackwelder's for the ratio. The test is the mid-p form of McNemar's exact test. For
@@ -28,14 +28,14 @@ def bisect(function: Callable[[float], float], low: float, high: float, *, steps
     """Return the point where a decreasing function changes sign.
 
     Args:
-        function: positive at `low`, negative at `high`. If it has one sign everywhere, the result is the end at which
-            the function is nearer to zero.
+        function: positive at `low`, negative at `high`. If the function does not change sign, the result is the end of
+            the interval at which the function is nearer to zero.
         low, high: ends of the interval to search.
         steps: number of halvings; 80 reach the precision of a float.
     """
     for _ in range(steps):
         middle = (low + high) / 2
-        # The bracket holds no further float: the middle is one of its ends.
+        # No float lies between `low` and `high`, so the middle is rounded to one of them.
         if not low < middle < high:
             break
         low, high = (middle, high) if function(middle) > 0 else (low, middle)
@@ -43,14 +43,14 @@ def bisect(function: Callable[[float], float], low: float, high: float, *, steps
 
 
 def binomial_pmf(successes: int, trials: int, chance: float = 0.5) -> float:
-    """Return the probability of exactly this many successes in `trials`, for 0 < chance < 1."""
+    """Return the probability of exactly `successes` successes in `trials` trials; 0 < chance < 1."""
     # In logarithms: factorials beyond 170 overflow a float.
     ways = math.lgamma(trials + 1) - math.lgamma(successes + 1) - math.lgamma(trials - successes + 1)
     return math.exp(ways + successes * math.log(chance) + (trials - successes) * math.log1p(-chance))
 
 
 def binomial_cdf(successes: int, trials: int) -> float:
-    """Return the probability of at most this many successes in `trials` with even chances."""
+    """Return the probability of at most `successes` successes in `trials` trials with a chance of 0.5 each."""
     return min(1.0, math.fsum(binomial_pmf(k, trials) for k in range(successes + 1)))
 
 
@@ -80,7 +80,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     front = math.exp(
         math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     )  # symmetric under (a, x) <-> (b, 1 - x)
-    # The fraction converges fast on this side only; the other side follows by symmetry.
+    # The continued fraction converges fast only for such x; for larger x, use the symmetry.
     if x < (a + 1) / (a + b + 2):
         return front * _beta_fraction(a, b, x) / a
     return 1 - front * _beta_fraction(b, a, 1 - x) / b
@@ -88,7 +88,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
 
 def _beta_fraction(a: float, b: float, x: float) -> float:
     """Evaluate the continued fraction of the incomplete beta function by Lentz's method."""
-    # Lentz: a denominator of zero is replaced by something tiny, which cancels one step later.
+    # Lentz's method replaces a denominator of zero by a tiny number, which cancels one step later.
     tiny = 1e-300
     c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
     value = d
@@ -110,16 +110,16 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedResult:
-    """Result of a paired comparison.
+    """Result of comparing two models on the same items.
 
     Args:
         method: names of interval and test.
         num_samples: number of pairs.
-        baseline, value: means over items, then over tasks.
+        baseline, value: score of the original and of the model: mean over items, then over tasks.
         difference, low, high: value - baseline and its 95 % interval.
         ratio, ratio_low, ratio_high: value / baseline and its 95 % interval; None if baseline is 0.
-        p_value: two-sided p-value of the hypothesis of no difference. The p-value and the intervals are None if no
-            standard error is known.
+        p_value: two-sided p-value of the hypothesis that the models do not differ. The p-value and the ends of the
+            intervals are None if no standard error is known.
     """
 
     method: str
@@ -157,7 +157,7 @@ class Counts:
         return (self.both + self.lost) / self.total, (self.both + self.won) / self.total
 
     def difference_variance(self, difference: float) -> float:
-        """Return the variance of the mean difference if the true difference is `difference`.
+        """Return the variance of the mean difference of the scores, if the true difference is `difference`.
 
         The variance also depends on the share of lost items, which is estimated by maximum likelihood; the share of won
         items is this share plus `difference`.
@@ -179,7 +179,7 @@ class Counts:
         n = self.total
         won, lost, neither = self.won / n, self.lost / n, self.neither / n
         before, after = self.means
-        # The likeliest share of won items if the ratio of the two means is fixed: a root of a quadratic, as above.
+        # The likeliest share of won items if the ratio of the means is fixed: a root of a quadratic equation.
         root = (after - ratio**2 * before) ** 2 + 4 * ratio**2 * won * lost
         top = -after + ratio**2 * (before + 2 * won) + math.sqrt(root)
         likely_won = top / (2 * ratio * (ratio + 1)) if ratio > 0 else 0.0
@@ -189,7 +189,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Means, variances and covariance (divided by total - 1) of pairs of scores.
+    """Means, variances and covariance of pairs of scores; variances and covariance are divided by total - 1.
 
     `signed` says whether any score is negative.
     """
@@ -201,7 +201,7 @@ class Moments:
     signed: bool = False
 
     def difference_variance(self, _difference: float) -> float:
-        """Return the variance of the mean difference; the same for every assumed difference."""
+        """Return the variance of the mean difference of the scores, which does not depend on the true difference."""
         return self.ratio_variance(1.0)
 
     def ratio_variance(self, ratio: float) -> float:
@@ -214,7 +214,7 @@ Pairs = tuple[Sequence[float], Sequence[float]]
 
 
 def compare_pairs(tasks: Sequence[Pairs]) -> PairedResult:
-    """Compare two models on one task, or on the unweighted mean of several.
+    """Compare the scores of two models in one task, or their unweighted mean over several tasks.
 
     Args:
         tasks: for each task, the original's scores and the model's scores, item by item; at least one item per task.
@@ -225,11 +225,11 @@ def compare_pairs(tasks: Sequence[Pairs]) -> PairedResult:
 
 
 def compare_strata(strata: Sequence[Counts | Moments]) -> PairedResult:
-    """Do what `compare_pairs` does, for tasks given as counts or moments."""
+    """Compare two models as `compare_pairs` does, with each task given as counts or moments of its scores."""
     count = len(strata)
     baseline = math.fsum(s.means[0] for s in strata) / count
     value = math.fsum(s.means[1] for s in strata) / count
-    # Normal if all tasks are right-or-wrong, as in score intervals; Student's t as soon as a variance is estimated.
+    # A normal quantile, as in score intervals, if all scores are right-or-wrong; otherwise a quantile of Student's t.
     critical = student_quantile(0.5 + CONFIDENCE / 2, _freedom(strata))
 
     def gap(difference: float) -> float:
@@ -302,7 +302,7 @@ def _stratum(baseline: Sequence[float], value: Sequence[float]) -> Counts | Mome
 
 
 def _studentize(gap: float, variance: float) -> float:
-    """Divide a gap by its standard error; infinite if the variance is 0 and the gap is not."""
+    """Divide a difference by its standard error; infinite if the variance is 0 and the difference is not."""
     if variance > 0:
         return gap / math.sqrt(variance)
     # Equal means may differ in their last digit once they are averaged over tasks.
@@ -312,9 +312,10 @@ def _studentize(gap: float, variance: float) -> float:
 def _interval(
     gap: Callable[[float], float], estimate: float, critical: float, low: float | None, high: float | None
 ) -> tuple[float, float]:
-    """Return the interval of all values that the test does not reject.
+    """Return the interval of all true values that a test does not reject.
 
-    `gap` is a decreasing function. `low` and `high` limit the search; a limit that is None is found by doubling.
+    `gap` is a decreasing function: the test statistic for a true value. A value is rejected if its statistic exceeds
+    `critical` in magnitude. `low` and `high` limit the search; a limit that is None is found by doubling.
     """
     if low is None:
         low = estimate - 1
@@ -331,8 +332,8 @@ def _interval(
 
 
 def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]:
-    """Return the range of differences to search: all possible ones for right-or-wrong items, and a very wide range for
-    other scores.
+    """Return the range in which to search for the ends of an interval of the difference: -1 to 1 for right-or-wrong
+    items, and a very wide range for other scores.
     """
     if all(isinstance(s, Counts) for s in strata):
         return -1.0, 1.0
@@ -344,19 +345,19 @@ def _difference_range(strata: Sequence[Counts | Moments]) -> tuple[float, float]
 def _freedom(strata: Sequence[Counts | Moments]) -> float:
     """Return the degrees of freedom for Student's t.
 
-    Only tasks with graded scores (not just 0 or 1) count: the one with the fewest items decides. The result is infinite
-    if no task has graded scores.
+    The result is one less than the number of items of the smallest task that has scores other than 0 and 1. It is
+    infinite if no task has such scores.
     """
     # The smallest task has the least certain variance; an interval that is too wide is the safer mistake.
     return min((max(1, s.total - 1) for s in strata if isinstance(s, Moments)), default=math.inf)
 
 
 def _p_value(strata: Sequence[Counts | Moments], gap: float) -> float:
-    # The exact test needs no large counts; in its plain form it rejects too seldom, hence mid-p.
+    # The exact test is valid for small counts too. Its plain form rejects too seldom, so the mid-p form is used.
     if len(strata) == 1 and isinstance(strata[0], Counts):
         return mcnemar(strata[0].lost, strata[0].won)
     freedom = _freedom(strata)
-    # Nothing varies and yet the means differ: without a true difference this is impossible.
+    # All items have the same difference, which is not 0: impossible unless the models differ.
     if math.isinf(gap):
         return 0.0
     tail = NORMAL.cdf(-abs(gap)) if math.isinf(freedom) else student_cdf(-abs(gap), freedom)

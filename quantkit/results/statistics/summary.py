@@ -14,12 +14,12 @@ from quantkit.results import BenchmarkRun
 
 Points = Sequence[tuple[float, float]]
 
-OUTLIER_DEVIATIONS = 5.0  # residuals beyond this many robust deviations are stalls, not the cost of a step
+OUTLIER_DEVIATIONS = 5.0  # larger residuals, in robust standard deviations, are stalls
 NORMAL_PER_MAD = 1.4826  # standard deviation over median absolute deviation, for normal residuals
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` % of the values lie, interpolated.
+    """Return a percentile of values: `percent` % of the values lie below it. It is interpolated linearly.
 
     Raises:
         ValueError: there are no values, or the percentage is outside 0..100.
@@ -56,7 +56,7 @@ class PolynomialFit:
         coefficients: coefficients, the constant first.
         standard_errors: standard error of each coefficient.
         residual: standard deviation of the points around the fit.
-        num_points: number of points used.
+        num_points: number of points that were fitted.
         num_dropped: number of points left out as stalls.
     """
 
@@ -72,15 +72,15 @@ class PolynomialFit:
 
 
 def fit_polynomial(points: Points, *, degree: int = 1) -> PolynomialFit | None:
-    """Fit a polynomial, e.g. ITL = a + b * context (degree 1) or TTFT against prompt length (degree 2).
+    """Fit a polynomial to points, e.g. ITL = a + b * context (degree 1), or TTFT by prompt length (degree 2).
 
-    Points more than 5 robust standard deviations above a first fit are left out of the second fit.
+    Points more than 5 robust standard deviations above the fit are treated as stalls: the others are fitted again.
 
     Args:
         points: (x, y) of each point.
         degree: degree of the polynomial.
     Returns:
-        The fit; None if there are too few points, or too few different x, to estimate the errors.
+        The fit; None if there are too few points, or too few different x, to estimate standard errors.
     """
     if not _are_enough(points, degree):
         return None
@@ -103,7 +103,7 @@ def _are_enough(points: Points, degree: int) -> bool:
 
 
 def fit_gaps(run: BenchmarkRun) -> PolynomialFit | None:
-    """Fit ITL = a + b * context to one run; see `fit_polynomial`."""
+    """Fit ITL = a + b * context to the gaps between tokens of one run; see `fit_polynomial`."""
     return fit_polynomial(run.context_gaps)
 
 

@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_only_with_its_adapter(tiny_llama, 
 def test_a_merged_adapter_is_not_applied_again(tiny_llama, adapter, tmp_path):
     overrides = {"weights.group_size": 32}
     quantkit.quantize(tiny_llama, "rtn-int4", tmp_path / "out", overrides=overrides, adapter=adapter)
-    with pytest.raises(ModelError, match="adapter 'lora' was merged into its weights already; leave --adapter out"):
+    with pytest.raises(ModelError, match=r"'lora' was merged into the weights of .* already; leave --adapter out"):
         quantkit.LLM(tmp_path / "out", adapters=[str(adapter)])
 
 
@@ -165,7 +165,7 @@ def test_checkpoints_made_from_a_merged_one_keep_its_record(derived, name):
     assert merged_digests(derived / name) == (digest,)
     if name.endswith(".gguf"):
         assert read_gguf(derived / name).metadata["quantkit.adapter.sha256"] == digest
-    with pytest.raises(ModelError, match="was merged into its weights already"):
+    with pytest.raises(ModelError, match="was merged into the weights of"):
         quantkit.LLM(derived / name, adapters=[str(derived / "lora")])
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_record_of_the_source_is_refused_at_once(derived, tmp_path):
 
 def test_an_adapter_is_not_merged_twice_and_two_are_both_recorded(derived, tmp_path):
     adapter = derived / "lora"
-    with pytest.raises(ModelError, match="adapter 'lora' was merged into its weights already"):
+    with pytest.raises(ModelError, match="adapter 'lora' was merged into the weights of"):
         quantkit.quantize(derived / "dense", "rtn-int8", tmp_path / "twice", adapter=adapter)
     assert not (tmp_path / "twice").exists()
     other = make_adapter(tmp_path / "other", DEMO_MODEL, lora_alpha=1)
@@ -197,5 +197,5 @@ def test_an_adapter_is_not_merged_twice_and_two_are_both_recorded(derived, tmp_p
     convert(tmp_path / "both", "gguf", tmp_path / "both.gguf")
     assert merged_digests(tmp_path / "both.gguf") == both
     for given in (adapter, other):
-        with pytest.raises(ModelError, match="was merged into its weights already"):
+        with pytest.raises(ModelError, match="was merged into the weights of"):
             quantkit.LLM(tmp_path / "both.gguf", adapters=[str(given)])

@@ -35,7 +35,7 @@ def test_linears_of_the_head_have_eight_bits_and_the_rest_is_as_without(tmp_path
     model = make_mtp_model(tmp_path / "model", kind)
     kept = quantkit.quantize(model, "rtn-int4", tmp_path / "kept", overrides={**SMALL, "mtp": "keep"})
     made = quantkit.quantize(model, "rtn-int4", tmp_path / "made", overrides=SMALL)
-    assert kept.mtp.describe() == "kept as they are"
+    assert kept.mtp.describe() == "not quantized"
     count = made.mtp.num_linears
     assert made.mtp.describe() == f"quantized without data: {count} linears int8 channel"
     assert made.num_quantized == kept.num_quantized + count
@@ -84,7 +84,7 @@ def test_ignore_and_overrides_apply_to_heads_too(tmp_path):
     result = quantkit.quantize(model, "rtn-int4", tmp_path / "out", overrides=changes)
     schemes = {linear.name.rpartition(".")[2]: linear.scheme for linear in result.mtp.linears}
     assert schemes == {"gate_proj": "int8 channel", "up_proj": "int8 channel", "down_proj": "int8 g32"}
-    assert result.mtp.describe().endswith("; 4 kept as they are")
+    assert result.mtp.describe().endswith("; 4 not quantized")
 
 
 def test_a_run_that_ends_in_the_head_goes_on_to_the_same_bytes(tmp_path, monkeypatch):

@@ -97,7 +97,7 @@ def test_the_rest_is_as_without_the_rule_and_the_record_says_what_was_done(tmp_p
     assert kept.quantized_share == made.quantized_share == 1.0
     assert made.num_quantized == kept.num_quantized + 14
     assert made.layers[0].linears == kept.layers[0].linears
-    assert inspect(tmp_path / "kept").tower.describe() == "kept as they are"
+    assert inspect(tmp_path / "kept").tower.describe() == "not quantized"
     assert inspect(tmp_path / "made").tower.describe() == "quantized without data: 14 linears int8 channel"
     manifest = json.loads((tmp_path / "made" / "quantkit.json").read_text())
     assert "model-towers-00001-of-00001.safetensors" in manifest["files"]
@@ -136,7 +136,7 @@ def test_a_pattern_of_decoder_and_tower_is_of_the_decoder_and_ignore_is_of_both(
     some = rule("llava", dtype="int8")["overrides"]
     result = run(model, "rtn-int8", tmp_path / "b", overrides={**some, "ignore": ["*vision_tower*fc?", "*.o_proj"]})
     assert len(result.tower.linears) == 10
-    assert result.tower.describe().endswith("; 4 kept as they are")
+    assert result.tower.describe().endswith("; 4 not quantized")
 
 
 @pytest.mark.parametrize(

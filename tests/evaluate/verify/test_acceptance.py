@@ -46,7 +46,7 @@ def test_a_broken_head_fails_the_gate(original, tmp_path):
     assert worse["accepted drafts: all"].verdict == "worse"
     assert worse["accepted drafts: all"].value < 0.5
     assert not any(gate.held for gate in gates)
-    assert "quantize the MTP head less" in gates[0].remedy
+    assert "leave the MTP head unquantized" in gates[0].remedy
 
 
 def test_a_verification_with_mtp_compares_both_heads(original, tmp_path):

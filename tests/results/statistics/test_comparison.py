@@ -169,7 +169,7 @@ def test_one_window_has_no_interval_and_no_verdict():
 
 
 def test_other_windows_are_refused():
-    with pytest.raises(ReportError, match="read different windows"):
+    with pytest.raises(ReportError, match="have different numbers of tokens"):
         compare_perplexity(text([1.0], tokens=[10]), text([1.0], tokens=[11]))
 
 
