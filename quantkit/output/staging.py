@@ -54,7 +54,7 @@ def check_checkpoint(output: Path) -> None:
         OutputError: the path is something else; the message gives the reason, e.g. a file that quantkit did not write.
     """
     if output.is_symlink() or not output.is_dir():
-        raise _kept(output, "is a file or a symbolic link, not a directory")
+        raise _kept(output, "is not a directory, or is a link to one")
     entries = sorted(output.iterdir())
     if entries and not _is_ours(output / MANIFEST):
         raise _kept(output, f"has no {MANIFEST} that quantkit wrote")
@@ -62,7 +62,7 @@ def check_checkpoint(output: Path) -> None:
         ours = is_metadata(entry.name) or matches_any(entry.name, _WRITTEN)
         # A file that somebody put beside the weights may be the only copy there is.
         if entry.is_symlink() or not entry.is_file() or not ours:
-            raise _kept(output, f"contains {entry.name}, which quantkit did not write")
+            raise _kept(output, f"holds {entry.name}, which quantkit did not write")
 
 
 def check_gguf(output: Path) -> None:

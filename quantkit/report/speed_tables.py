@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LATENCIES = {
     "TTFT": ("time to first token", "from the arrival of the request to its first token."),
     "ITL": ("inter-token latency", "every gap between tokens, over all requests; its tail shows stalls."),
-    "TPOT": ("time per output token", "(time from first to last token) / (tokens - 1), one per request; hides stalls."),
+    "TPOT": ("time per output token", "mean gap between tokens, one value per request; hides stalls."),
 }
 DEFINITIONS = "\n".join(
     (*(f"{name}: {text}" for name, (_, text) in LATENCIES.items()), "Tokens of one speculative step share its time.")

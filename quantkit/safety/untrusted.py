@@ -123,7 +123,7 @@ def read_text(path: Path, kind: type[InputError], limit: int = MAX_YAML_BYTES) -
             # Read at most one byte more than the file has, because it may grow while it is read.
             data = b"" if status.st_size > limit else file.read(status.st_size + 1)
         if status.st_size > limit or len(data) > limit:
-            raise kind(f"{path} has more than {limit} bytes, the limit for this file; give a smaller file")
+            raise kind(f"{path} cannot be read: it has more than {limit} bytes; give a smaller file")
         return data.decode("utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         raise kind(f"{path} cannot be read as text: {error}") from None

@@ -116,7 +116,7 @@ def test_a_recipe_shows_what_it_takes_and_who_reads_it(run):
         ),
         (("--recipe", "rtn-int8", "--set", "ignore=['*.fc1']"), 4, r"pattern '\*\.fc1' matches no linear"),
         (("--params", "much"), 4, "parameters 'much' is not an amount"),
-        (("--shape", "nowhere.yaml"), 4, "nowhere.yaml: cannot be read as text"),
+        (("--shape", "nowhere.yaml"), 4, "nowhere.yaml cannot be read as text"),
         (("no/such/model",), 4, "no such model directory or config file: no/such/model"),
         (("--batch", "0"), 2, "0 is not in the range"),
         (("--bogus",), 2, "No such option"),

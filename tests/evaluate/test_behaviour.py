@@ -288,7 +288,7 @@ def test_bad_prompts_are_one_line_and_code_4(text, message, folder, tmp_path, ca
 
 def test_a_missing_file_of_prompts(folder, tmp_path, capsys):
     assert run("verify", folder, "--baseline", folder, "--prompts", tmp_path / "no.jsonl") == 4
-    assert "no.jsonl: cannot be read as text" in capsys.readouterr().err
+    assert "no.jsonl cannot be read as text" in capsys.readouterr().err
 
 
 def test_the_bundled_prompts_differ_and_their_kinds_take_turns():

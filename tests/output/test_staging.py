@@ -284,7 +284,7 @@ def test_a_run_whose_folder_was_taken_away_touches_nothing(tmp_path):
         stage.work.path.rename(tmp_path / "elsewhere")
         with open_stage(tmp_path / "out", "convert", overwrite=False) as other:
             make_checkpoint(other.work.checkpoint, "theirs")
-            with pytest.raises(OutputError, match=r"out\.partial was removed while this run was writing"):
+            with pytest.raises(OutputError, match=r"out\.partial was removed during this run"):
                 stage.promote(stage.work.checkpoint)
             assert content(other.work.checkpoint) == "theirs"
 

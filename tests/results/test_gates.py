@@ -128,7 +128,7 @@ def test_gates_on_one_task_one_text_one_workload(report):
 
 
 def test_a_subject_that_does_not_exist_is_refused_with_the_nearest(report):
-    with pytest.raises(GateError, match=r"no recovery of 'demo_fact' \(did you mean 'demo_facts'\?\); it has"):
+    with pytest.raises(GateError, match=r"no recovery for 'demo_fact' \(did you mean 'demo_facts'\?\); it has"):
         evaluate_gates(report, ["recovery[demo_fact]>=90"])
 
 

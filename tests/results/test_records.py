@@ -60,7 +60,7 @@ WRONG = [
     (put(["sensitivity", "proposal", "action"], "pray"), r"action: 'pray' is not one of 'ignore', 'more bits'"),
     (put(["gates", 1, "held"], 1), r"report\.gates\[1\]\.held: expected bool, found 1"),
     (put(["sensitivity", "proposal", "groups", 0], [1]), r"groups\[0\]: expected 2 entries, found 1"),
-    (put(["evaluation"], [1]), r"report\.evaluation: expected an object, found list"),
+    (put(["evaluation"], [1]), r"report\.evaluation: expected a JSON object, found list"),
     (lambda data: data["fidelity"].pop("mean_kl"), r"report\.fidelity: field 'mean_kl' is missing"),
 ]
 
