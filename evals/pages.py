@@ -70,6 +70,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/adapters.md": {"measured": lambda: section_maker("adapter_page").table()},
     "docs/api.md": {"names": lambda: section_maker("api_page").render()},
     "docs/behaviour.md": {"sweep": lambda: section_maker("behaviour_page").table()},
+    "docs/distill.md": {"distill": lambda: section_maker("distill_page").table()},
     "docs/formats.md": {
         "rules": lambda: section_maker("engines_page").rules(),
         "vllm": lambda: section_maker("engines_page").vllm(),

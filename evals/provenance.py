@@ -31,6 +31,8 @@ DECIDE = ("quantkit.compress.algorithms", "quantkit.compress.calibration", "quan
 LAYER = "quantkit.compress.calibration.layer"  # feeds every step, and rounds what none did
 INPUTS = "quantkit.compress.calibration.input_scales"
 SEARCH = "quantkit.bit_search.run"
+DISTILL = "quantkit.compress.distill.training"
+TRAINS = (*DECIDE, DISTILL.rpartition(".")[0])  # decide codes or what is trained after them
 VERSIONS = ("quantkit", "torch", "transformers")
 MARK = "†"
 _DIGITS = 10
@@ -117,16 +119,17 @@ def code_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
     roots = [LAYER, *(f"quantkit.compress.algorithms.{name}" for name in steps)]
     roots += [INPUTS] if recipe.get("activations") else []
     roots += [SEARCH] if recipe.get("search") else []
+    roots += [DISTILL] if recipe.get("distill") else []
     return {name.removeprefix("quantkit."): _parsed(name)[0] for name in sorted(closure(roots))}
 
 
 def closure(roots: Iterable[str]) -> set[str]:
-    """Modules of DECIDE that these import, directly or through one another, themselves included."""
+    """Modules of TRAINS that these import, directly or through one another, themselves included."""
     known: set[str] = set()
     waiting = list(roots)
     while waiting:
         name = waiting.pop()
-        if name not in known and name.startswith(DECIDE) and source(name) is not None:
+        if name not in known and name.startswith(TRAINS) and source(name) is not None:
             known.add(name)
             waiting += _parsed(name)[1]
     return known

@@ -19,7 +19,7 @@ from quantkit.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]
 
-FUNCTIONS = {"quantize", "convert", "inspect", "verify", "search", "plan", "list_recipes", "load_recipe"}
+FUNCTIONS = {"quantize", "convert", "distill", "inspect", "verify", "search", "plan", "list_recipes", "load_recipe"}
 
 
 def test_type_checkers_see_the_names_that_are_fetched():

@@ -13,7 +13,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from provenance import MARK, table
-from rows import METHODS, MODELS, NUMBERS, REASONS, Model, Wanted, peer_rows, recipe, wanted
+from rows import METHODS, MODELS, NUMBERS, REASONS, Model, Wanted, peer_rows, wanted, whole
 from score import Interval, difference, interval
 from store import RESULTS, Answers, Row, Rows, load_rows
 
@@ -164,7 +164,7 @@ def changed(row: Row) -> list[str]:
     )
     if row.taken is None or row.method not in METHODS:
         return ["the recipe"]
-    return row.taken.changed(recipe(wanted, "calibration.jsonl"))
+    return row.taken.changed(whole(wanted, "calibration.jsonl"))
 
 
 def _stale_lines(ours: list[Row]) -> list[str]:

@@ -104,6 +104,8 @@ METHODS: dict[str, Steps] = {
     "autoround": ["autoround"],
 }
 SHIPPED = "gptq asymmetric sequential"
+DISTILLED = f"{SHIPPED}, distilled"
+METHODS[DISTILLED] = METHODS[SHIPPED]
 CALIBRATED = "rtn calibrated"
 METHODS_OF_FEW_BITS = ("rtn", "awq", "gptq", SHIPPED, f"awq+{SHIPPED}", "autoround")
 METHODS_OF_EIGHT = ("rtn", CALIBRATED, "gptq", SHIPPED)
@@ -113,6 +115,12 @@ ABLATED = {
     ("demo", "w4g32"): ("gptq asymmetric", "awq+gptq asymmetric"),
     **{(f"smollm2-135m-instruct-{size}", "w4g64"): ("gptq asymmetric",) for size in ("16x256", "64x512")},
     ("gemma3-270m-16x256", "w4g64"): ("gptq asymmetric",),
+}
+
+# Rows that `quantkit distill` trains, with the calibration's token ids.
+TRAINED = {
+    (f"smollm2-135m-instruct-{size}", numbers): (DISTILLED,)
+    for size, numbers in (("64x512", "w2g64"), ("64x512", "w3g64"), ("64x512", "w4g64"))
 }
 
 # Reasons why a row is behind the best peer, keyed by model, number type and form; the page says if none is known.
@@ -199,7 +207,8 @@ def wanted(model: Model) -> Iterator[Wanted]:
     """Yield all rows of a model; integers of fewer than 8 bits are measured with and without zero points."""
     for name in model.numbers:
         numbers = NUMBERS[name]
-        for method in (*(model.methods or methods_of(numbers)), *ABLATED.get((model.name, name), ())):
+        further = *ABLATED.get((model.name, name), ()), *TRAINED.get((model.name, name), ())
+        for method in (*(model.methods or methods_of(numbers)), *further):
             for form in forms(numbers):
                 calibration = {"samples": model.samples, "length": model.length}
                 yield Wanted(numbers=name, method=method, symmetric=form, **calibration)
@@ -235,6 +244,11 @@ def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
         made["steps"] = steps
         made["calibration"] = {"data": calibration, "samples": row.samples, "sequence_length": row.length}
     return made
+
+
+def whole(row: Wanted, calibration: str) -> dict[str, Any]:
+    """Return the recipe of a row; if `quantkit distill` follows, its options are under the key `distill`."""
+    return {**recipe(row, calibration), **({"distill": {"steps": 128}} if row.method == DISTILLED else {})}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

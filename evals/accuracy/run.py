@@ -19,6 +19,7 @@ import fnmatch
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import pages
 from bench import Bench, ask, measure, open_bench, write_calibration
 from processes import ONE_THREAD, Usage, run_measured
 from provenance import stamp
-from rows import MODELS, Model, Wanted, recipe, wanted
+from rows import MODELS, Model, Wanted, wanted, whole
 from score import score
 from store import RESULTS, Row, Rows, add_row, load_rows
 
@@ -49,7 +50,8 @@ def quantize(bench: Bench, data: dict[str, Any], work: Path) -> Made | str:
         The checkpoint, the time that the process used, and its peak memory in MiB; the last output line if it failed.
     """
     file, output = work / "recipe.yaml", work / "checkpoint"
-    file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    written = {key: value for key, value in data.items() if key != "distill"}
+    file.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
     shutil.rmtree(output, ignore_errors=True)
     command = [sys.executable, "-m", "quantkit", "quantize", str(bench.path), "--recipe", str(file), "-o", str(output)]
     command += ["--no-resume", "--quiet", "--device", "cpu"]
@@ -58,12 +60,37 @@ def quantize(bench: Bench, data: dict[str, Any], work: Path) -> Made | str:
         return usage.said
     # From the process's own record, because wait4 includes memory that a child inherits from this process.
     peak = json.loads((output / "quantkit-run.json").read_text(encoding="utf-8"))["peak_bytes"]
+    if "distill" in data:
+        return distill(bench, output, data, usage)
     return output, usage, peak // 2**20
+
+
+def distill(bench: Bench, checkpoint: Path, data: dict[str, Any], before: Usage) -> Made | str:
+    """Train a checkpoint with `quantkit distill` in a separate process; see `quantize`.
+
+    Args:
+        bench: bench of the model.
+        checkpoint: the checkpoint.
+        data: the row's recipe.
+        before: time that quantizing took, which is added.
+    """
+    output, log, calibration = checkpoint.with_name("distilled"), checkpoint.with_name("log.txt"), data["calibration"]
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, "-m", "quantkit", "distill", str(checkpoint), "--baseline", str(bench.path)]
+    command += ["--calibration", calibration["data"], "--samples", str(calibration["samples"])]
+    command += ["--sequence-length", str(calibration["sequence_length"]), "--steps", str(data["distill"]["steps"])]
+    command += ["-o", str(output), "--no-resume", "--json", "--device", "cpu"]
+    usage = run_measured(command, log, environment=ONE_THREAD)
+    if usage.code:
+        return usage.said
+    result = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
+    sums = {name: getattr(usage, name) + getattr(before, name) for name in ("wall_s", "cpu_s", "others_cpu_s")}
+    return output, replace(usage, **sums), result["peak_bytes"] // 2**20
 
 
 def run_row(bench: Bench, row: Wanted, work: Path, *, tasks: bool) -> Row | str:
     """Quantize and measure one row; if a step fails, return the reason."""
-    data = recipe(row, str(work / "calibration.jsonl"))
+    data = whole(row, str(work / "calibration.jsonl"))
     made = quantize(bench, data, work)
     if isinstance(made, str):
         return made
@@ -148,7 +175,7 @@ def _is_done(found: Row | None, row: Wanted, keep: bool, asked: bool) -> bool:
 
 def changes(found: Row, row: Wanted) -> list[str]:
     """Return what has changed since a row was measured: the recipe, or names of modules."""
-    return ["the recipe or the code"] if found.taken is None else found.taken.changed(recipe(row, "calibration.jsonl"))
+    return ["the recipe or the code"] if found.taken is None else found.taken.changed(whole(row, "calibration.jsonl"))
 
 
 def print_rows(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,9 @@ _NEVER_CARRIED = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx"),
     *("*.pkl", "*.pickle", "*.py", "*.pyc", "*.npy", "*.npz", "*.tmp", CONFIG_NAME),
 )
+
+RUN = "quantkit-run.json"
+"""File beside quantkit.json with the record of the run that made a checkpoint: time, memory, and the model's path."""
 
 
 def check_folder(path: Path) -> Path:
@@ -327,3 +330,28 @@ def download(model: str, file: str | None = None) -> Path:
             f"{first_line(error).rstrip('.')}); check the spelling and the network, log in with `hf auth login` if the "
             "model is gated, or give a directory"
         ) from error
+
+
+def find_baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> tuple[str, Path]:
+    """Return the name and the directory of the model that a checkpoint was made from.
+
+    Args:
+        path: directory of the checkpoint.
+        given: the model, if the user names it: a directory or a hub id.
+        made: contents of quantkit-run.json; empty if there is none.
+    Raises:
+        ModelError: nothing names the model, or it does not exist.
+    """
+    if given is not None:
+        folder = resolve(str(given))
+        return "demo model" if folder == DEMO_MODEL else str(given), folder
+    model = made.get("model")
+    if model == "demo":
+        return "demo model", DEMO_MODEL
+    if not isinstance(model, str):
+        raise ModelError(f"{path} does not name the model it was made from; give that model as --baseline")
+    if not Path(model).is_dir():  # without the user's word, quantkit downloads nothing that a file names
+        raise ModelError(
+            f"{path} was made from {shorten(model)}, which does not exist here; give the original as --baseline"
+        )
+    return model, resolve(model)

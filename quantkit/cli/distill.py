@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from quantkit.compress.distill.options import Distillation
 
 
-@click.command("distill", cls=Command, short_help="Train the scales of a checkpoint on the original's logits.")
+@click.command("distill", cls=Command, short_help="Train a checkpoint's scales on the original's logits.")
 @click.argument("checkpoint")
-@click.option("--baseline", required=True, metavar="MODEL", help="The model that CHECKPOINT was made from.")
+@click.option(
+    "--baseline",
+    metavar="MODEL",
+    help="The original, a directory or a hub id.  [default: the model that CHECKPOINT was made from]",
+)
 @click.option("-o", "--output", metavar="DIR", help="Directory to create.  [default: ./<checkpoint>-distilled]")
 @option_group("training", settings_of(DistillOptions))
 @option_group("how", RUN)
@@ -29,7 +33,7 @@ def command(
     output_to: Output,
     *,
     checkpoint: str,
-    baseline: str,
+    baseline: str | None,
     output: str | None,
     training: dict[str, Any],
     push_to_hub: str | None,
@@ -42,15 +46,16 @@ def command(
 
     \b
     Examples:
-      quantkit quantize --recipe gptq-int4 --set weights.dtype=int2 --set weights.group_size=64 -o demo-int2
-      quantkit distill demo-int2 --baseline MODEL -o demo-int2-distilled
+      quantkit quantize --recipe gptq-int4 --set weights.dtype=int2 -o demo-int2
+      quantkit distill demo-int2 --samples 32 --steps 32 -o demo-int2-distilled
     """
     from quantkit.compress.distill.run import distill
 
     target = output or f"{Path(checkpoint).resolve().name}-distilled"
     result = distill(checkpoint, baseline, target, DistillOptions(**training), progress=output_to.tell, **how)
     push_output(target, push_to_hub, baseline)
-    output_to.result(asdict(result), _summary(result), f"next: quantkit verify {target} --baseline {baseline}")
+    after = f"next: quantkit verify {target} --baseline {result.original}"
+    output_to.result(asdict(result), _summary(result), after)
 
 
 def _summary(result: Distillation) -> Table:

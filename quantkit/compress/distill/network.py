@@ -163,18 +163,18 @@ class Student:
 
 def _divergence(own: Head, hidden: Tensor, original: Head, target: Tensor, total: int) -> tuple[float, Tensor]:
     """Return the sum of the KL divergences, and its gradient by `hidden`, divided by `total`; see `Student.kl`."""
-    rows, wanted = hidden.flatten(0, 1), target.flatten(0, 1)
+    rows, targets = hidden.flatten(0, 1), target.flatten(0, 1)
     gradient, value = torch.zeros_like(rows), 0.0
     step = max(1, _LOGITS_BYTES // (4 * own.weight.shape[0]))
     for part in (slice(start, start + step) for start in range(0, len(rows), step)):
         with torch.no_grad():
-            expected = log_softmax(original.logits(wanted[part]), -1)
+            expected = log_softmax(original.logits(targets[part]), -1)
         with torch.enable_grad() if total else nullcontext():
             states = rows[part].detach().requires_grad_(total > 0)
-            found = kl_div(log_softmax(own.logits(states), -1), expected, reduction="sum", log_target=True)
-        value += float(found.detach())
+            total_kl = kl_div(log_softmax(own.logits(states), -1), expected, reduction="sum", log_target=True)
+        value += float(total_kl.detach())
         if total:
-            (found / total).backward()  # type: ignore[no-untyped-call]
+            (total_kl / total).backward()  # type: ignore[no-untyped-call]
             assert states.grad is not None
             gradient[part] = states.grad
     return value, gradient.view_as(hidden)
@@ -217,6 +217,6 @@ def last_states(
         progress(index, skeleton.num_layers)
         layer: Any = skeleton.layer(index)
         for number, hidden in enumerate(states):
-            found = layer(hidden.to(skeleton.device), **skeleton.arguments(index, hidden))
-            states[number] = hidden_states(found).cpu()
+            outputs = layer(hidden.to(skeleton.device), **skeleton.arguments(index, hidden))
+            states[number] = hidden_states(outputs).cpu()
     return states

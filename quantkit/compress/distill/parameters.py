@@ -63,8 +63,8 @@ class TrainedScales:
 
     def gradient(self, of_values: Tensor) -> Tensor:
         """Return the gradient of `change` (N, G), given the gradient of the values (N, K)."""
-        unit = replace(self.weight, scale=torch.ones_like(self._start)).dequantize()  # code - zero
-        products = unit.mul_(of_values)
+        steps = replace(self.weight, scale=torch.ones_like(self._start)).dequantize()  # code - zero
+        products = steps.mul_(of_values)
         if self.weight.group_index is None:
             sums = products.view(len(products), self._start.shape[1], -1).sum(-1)
         else:
@@ -83,7 +83,9 @@ class TrainedScales:
 
 
 class TrainedVector:
-    """A vector of a layer, such as a norm's weight: start + unit * change, with the start's RMS as unit. *Mutable*.
+    """A vector of a layer, such as a norm's weight: start + rms * change. *Mutable*: training sets `change`.
+
+    `rms` is the root mean square of the start.
 
     Args:
         start: the vector as the checkpoint stores it.
@@ -94,12 +96,12 @@ class TrainedVector:
 
     def __init__(self, start: Tensor, device: torch.device) -> None:
         self._start, self._dtype = start.to(device, torch.float32), start.dtype
-        self._unit = self._start.square().mean().sqrt().clamp_min(1e-3)
+        self._rms = self._start.square().mean().sqrt().clamp_min(1e-3)
         self.change = torch.zeros_like(self._start).requires_grad_()
 
     def value(self) -> Tensor:
         """Return the present vector in float32; autograd reaches `change`."""
-        return self._start + self._unit * self.change
+        return self._start + self._rms * self.change
 
     def result(self) -> Tensor:
         """Return the vector in the dtype of the checkpoint."""

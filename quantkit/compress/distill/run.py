@@ -8,17 +8,19 @@ import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkit.checkpoints.dense_source import open_dense
-from quantkit.checkpoints.folder import resolve
+from quantkit.checkpoints.folder import RUN, find_baseline
 from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.checkpoints.tokenizer import load_tokenizer
 from quantkit.compress.calibration.dataset import Samples, load_samples
 from quantkit.compress.convert.run import write_checkpoint
-from quantkit.compress.convert.source import open_source
+from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import target_for
+from quantkit.compress.distill.network import Student
 from quantkit.compress.distill.options import Distillation, DistillOptions
 from quantkit.compress.distill.training import Progress, Training, load_training
 from quantkit.compress.pipeline.plan import pick_compute_dtype
@@ -27,6 +29,7 @@ from quantkit.compress.pipeline.state import compute_identity, describe_versions
 from quantkit.demo import bundled_calibration
 from quantkit.errors import ModelError, SchemeError
 from quantkit.huggingface.skeleton import Skeleton
+from quantkit.inspection import read_manifest
 from quantkit.machine.devices import pick_device, threads_within_quota
 from quantkit.machine.system import peak_bytes
 from quantkit.models.families import find
@@ -36,7 +39,7 @@ from quantkit.output.writer import writing
 
 def distill(
     checkpoint: str | Path,
-    original: str | Path,
+    original: str | Path | None,
     output: str | Path,
     options: DistillOptions | None = None,
     *,
@@ -47,12 +50,12 @@ def distill(
 ) -> Distillation:
     """Train the scales, norms and biases of a checkpoint on the KL divergence from the original's logits.
 
-    The codes stay as they are. Memory holds the codes (one byte per weight), one decoded layer, and the hidden states
-    of the original after its last layer.
+    The codes stay as they are. Memory holds the codes (one byte per weight), the intermediate results of one layer, and
+    the hidden states of the original after its last layer.
 
     Args:
         checkpoint: directory of a quantized model in any format that quantkit can write.
-        original: directory or hub id of the unquantized model.
+        original: directory or hub id of the unquantized model; None = the model that quantkit-run.json names.
         output: directory to create.
         options: data and training; None = the defaults.
         device: "auto", "cpu", "cuda" or "cuda:<i>".
@@ -66,30 +69,20 @@ def distill(
     """
     started, options, output = time.perf_counter(), options or DistillOptions(), Path(output)
     source, target_device = open_source(Path(checkpoint)), pick_device(device)
-    folder = resolve(str(original))
-    for path in (source.reader.path, folder):
-        check_apart(output, path)
+    _, folder = find_baseline(source.reader.path, original, read_manifest(source.reader.path, RUN))
+    skeletons = _open_pair(source, folder, output, target_device)
     target = target_for(source, source.format)
-    skeletons = [open_skeleton(path, target_device) for path in (folder, source.reader.path)]
-    _check_pair(*skeletons)
     samples = _read(skeletons[0], options)
-    identity = {
-        "options": asdict(options),
-        "source": source.reader.digests,
-        "original": skeletons[0].reader.digests,
-        "calibration": samples.digest,
-        "versions": describe_versions(),
-        "compute": compute_identity(skeletons[0], threads_within_quota()),
-    }
+    identity = _identity(source, skeletons[0], samples, options)
     with open_stage(output, "distill", overwrite=overwrite, resumable=True) as stage, writing(stage.work.path):
         state = load_training(stage.work, identity, resume=resume)
         with computing(state.threads, target_device):
             run = Training(source, skeletons, samples, options, progress)
             run.train(state, stage.work.path)
         run.set(state.best)
-        found = Distillation(
+        result = Distillation(
             checkpoint=str(checkpoint),
-            original=str(original),
+            original=str(folder),
             output=str(output),
             kl_before=state.history[0],
             kl_after=min(state.history.values()),
@@ -98,17 +91,30 @@ def distill(
             trained_numbers=sum(change.numel() for change in run.parameters.values()),
             history=state.history,
         )
-        trained = replace(
-            source,
-            weights={name: linear.result() for name, linear in run.student.linears.items()},
-            changed={name: vector.result() for name, vector in run.student.vectors.items()},
-        )
         shutil.rmtree(stage.work.checkpoint, ignore_errors=True)  # left by a run that was killed while it wrote
-        entry = {"distilled": {**asdict(found), "options": asdict(options), "calibration": samples.digest}}
-        write_checkpoint(trained, target, stage.work.checkpoint, entry)
+        entry = {"distilled": {**asdict(result), "options": asdict(options), "calibration": samples.digest}}
+        write_checkpoint(_trained(source, run.student), target, stage.work.checkpoint, entry)
         source.reader.check_unchanged()
         stage.promote(stage.work.checkpoint)
-    return replace(found, seconds=time.perf_counter() - started, peak_bytes=peak_bytes())
+    return replace(result, seconds=time.perf_counter() - started, peak_bytes=peak_bytes())
+
+
+def _identity(source: Source, original: Skeleton, samples: Samples, options: DistillOptions) -> dict[str, Any]:
+    """Return everything that affects the output of a run."""
+    return {
+        "options": asdict(options),
+        "source": source.reader.digests,
+        "original": original.reader.digests,
+        "calibration": samples.digest,
+        "versions": describe_versions(),
+        "compute": compute_identity(original, threads_within_quota()),
+    }
+
+
+def _trained(source: Source, student: Student) -> Source:
+    """Return the checkpoint with the student's scales and vectors."""
+    weights = {name: linear.result() for name, linear in student.linears.items()}
+    return replace(source, weights=weights, changed={name: each.result() for name, each in student.vectors.items()})
 
 
 def open_skeleton(path: Path, device: torch.device) -> Skeleton:
@@ -116,8 +122,8 @@ def open_skeleton(path: Path, device: torch.device) -> Skeleton:
     dense = open_dense(path)
     family = find(dense.config)
     reader = ModelReader.of(dense, family)
-    skeleton = Skeleton(reader, family, torch.float32, device)
-    skeleton.dtype = pick_compute_dtype(reader.info(f"{family.embedding}.weight").dtype, device)
+    dtype = pick_compute_dtype(reader.info(f"{family.embedding}.weight").dtype, device)
+    skeleton = Skeleton(reader, family, dtype, device)
     if family.hands_on:
         raise SchemeError(
             f"{path}: the layers of this model pass on more than hidden states, and quantkit cannot train such models"
@@ -126,15 +132,19 @@ def open_skeleton(path: Path, device: torch.device) -> Skeleton:
     return skeleton
 
 
-def _check_pair(original: Skeleton, own: Skeleton) -> None:
-    """Refuse two models of different shapes."""
+def _open_pair(source: Source, folder: Path, output: Path, device: torch.device) -> tuple[Skeleton, Skeleton]:
+    """Open the original and the checkpoint; refuse two models of different shapes, and an output inside of one."""
+    for path in (folder, source.reader.path):
+        check_apart(output, path)
+    original, own = open_skeleton(folder, device), open_skeleton(source.reader.path, device)
     for what in ("num_layers", "hidden_size", "vocab_size"):
-        expected, found = getattr(original, what), getattr(own, what)
-        if expected != found:
+        sizes = getattr(own, what), getattr(original, what)
+        if sizes[0] != sizes[1]:
             raise ModelError(
-                f"{own.reader.path} has {what} {found}, but {original.reader.path} has {expected}; "
+                f"{own.reader.path} has {what} {sizes[0]}, but {folder} has {sizes[1]}; "
                 "give the model that the checkpoint was made from"
             )
+    return original, own
 
 
 def _read(original: Skeleton, options: DistillOptions) -> Samples:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.adapter import adapter_digest
-from quantkit.checkpoints.folder import resolve
+from quantkit.checkpoints.folder import RUN, find_baseline, resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.algorithms.base import moves_scales
 from quantkit.compress.pipeline.state import describe_versions
 from quantkit.compress.recipe.steps import build_steps
-from quantkit.demo import DEMO_MODEL
 from quantkit.distribution import installed_version
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError, RequestError
 from quantkit.evaluate.loading import check_same_language
@@ -34,8 +33,6 @@ from quantkit.results.gates import parse_gate
 from quantkit.runtime.config import adapter_folders
 from quantkit.safety.untrusted import shorten
 from quantkit.upload import card_entries
-
-RUN = "quantkit-run.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +134,7 @@ def check_pair(
     path = resolve(str(checkpoint))
     reader = CheckpointReader(path)
     manifest, made = read_manifest(path), read_manifest(path, RUN)
-    name, source = _baseline(path, baseline, made)
+    name, source = find_baseline(path, baseline, made)
     original = CheckpointReader(source)
     # Compared with itself, a checkpoint never shows a loss.
     if path.resolve() == source.resolve():
@@ -267,23 +264,6 @@ def _gates(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 def _changed(file: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{file} has changed since the checkpoint was made: {what}; copy it again or compress again")
-
-
-def _baseline(path: Path, given: str | Path | None, made: Mapping[str, Any]) -> tuple[str, Path]:
-    """Return the name and the directory of the original."""
-    if given is not None:
-        folder = resolve(str(given))
-        return "demo model" if folder == DEMO_MODEL else str(given), folder
-    model = made.get("model")
-    if model == "demo":
-        return "demo model", DEMO_MODEL
-    if not isinstance(model, str):
-        raise ModelError(f"{path} does not name the model it was made from; give that model as --baseline")
-    if not Path(model).is_dir():  # without the user's word, quantkit downloads nothing that a file names
-        raise ModelError(
-            f"{path} was made from {shorten(model)}, which does not exist here; give the original as --baseline"
-        )
-    return model, resolve(model)
 
 
 def _check_vocabularies(reader: CheckpointReader, original: CheckpointReader) -> None:
