@@ -117,11 +117,8 @@ ABLATED = {
     ("gemma3-270m-16x256", "w4g64"): ("gptq asymmetric",),
 }
 
-# Rows that `quantkit distill` trains, with the calibration's token ids.
-TRAINED = {
-    (f"smollm2-135m-instruct-{size}", numbers): (DISTILLED,)
-    for size, numbers in (("64x512", "w2g64"), ("64x512", "w3g64"), ("64x512", "w4g64"))
-}
+# Number types, and whether they are symmetric, that are measured with and without `quantkit distill`, by model.
+TRAINED = {"smollm2-135m-instruct-64x512": (("w2g64", False), ("w3g64", True), ("w4g64", True))}
 
 # Reasons why a row is behind the best peer, keyed by model, number type and form; the page says if none is known.
 REASONS: dict[tuple[str, str, bool], str] = {}
@@ -207,11 +204,17 @@ def wanted(model: Model) -> Iterator[Wanted]:
     """Yield all rows of a model; integers of fewer than 8 bits are measured with and without zero points."""
     for name in model.numbers:
         numbers = NUMBERS[name]
-        further = *ABLATED.get((model.name, name), ()), *TRAINED.get((model.name, name), ())
-        for method in (*(model.methods or methods_of(numbers)), *further):
+        for method in (*(model.methods or methods_of(numbers)), *ABLATED.get((model.name, name), ())):
             for form in forms(numbers):
                 calibration = {"samples": model.samples, "length": model.length}
                 yield Wanted(numbers=name, method=method, symmetric=form, **calibration)
+
+
+def trained(model: Model) -> Iterator[Wanted]:
+    """Yield the rows of docs/distill.md: of each number type, the row without distillation and the row with it."""
+    for numbers, form in TRAINED.get(model.name, ()):
+        for method in (SHIPPED, DISTILLED):
+            yield Wanted(numbers=numbers, method=method, symmetric=form, samples=model.samples, length=model.length)
 
 
 def methods_of(numbers: Numbers) -> tuple[str, ...]:
@@ -248,7 +251,7 @@ def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
 
 def whole(row: Wanted, calibration: str) -> dict[str, Any]:
     """Return the recipe of a row; if `quantkit distill` follows, its options are under the key `distill`."""
-    return {**recipe(row, calibration), **({"distill": {"steps": 128}} if row.method == DISTILLED else {})}
+    return {**recipe(row, calibration), **({"distill": {"steps": 64}} if row.method == DISTILLED else {})}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

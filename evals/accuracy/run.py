@@ -31,7 +31,7 @@ import pages
 from bench import Bench, ask, measure, open_bench, write_calibration
 from processes import ONE_THREAD, Usage, run_measured
 from provenance import stamp
-from rows import MODELS, Model, Wanted, wanted, whole
+from rows import MODELS, Model, Wanted, trained, wanted, whole
 from score import score
 from store import RESULTS, Row, Rows, add_row, load_rows
 
@@ -132,11 +132,16 @@ def original_row(bench: Bench, *, tasks: bool) -> Row:
     )
 
 
+def declared(model: Model) -> list[Wanted]:
+    """Return the rows of the pages on accuracy and on distillation, each of them once."""
+    return list(dict.fromkeys((*wanted(model), *trained(model))))
+
+
 def run_model(model: Model, args: argparse.Namespace) -> None:
     """Measure all requested rows of one model that are not done."""
     path = args.results / f"{model.name}.json"
     rows: Rows = load_rows(path)
-    todo = [row for row in wanted(model) if is_asked(f"{model.name} {row.key}", args.only)]
+    todo = [row for row in declared(model) if is_asked(f"{model.name} {row.key}", args.only)]
     asked = {row.key for row in todo if model.tasks and fnmatch.fnmatch(f"{model.name} {row.key}", args.tasks)}
     todo = [row for row in todo if args.redo or not _is_done(rows.get(row.key), row, args.keep, row.key in asked)]
     ask_original = bool(asked) and not (ORIGINAL in rows and rows[ORIGINAL].tasks)
@@ -182,7 +187,7 @@ def print_rows(args: argparse.Namespace) -> None:
     """Print the requested rows and their state."""
     for model in MODELS:
         rows = load_rows(args.results / f"{model.name}.json")
-        for row in wanted(model):
+        for row in declared(model):
             if is_asked(f"{model.name} {row.key}", args.only):
                 print(f"{model.name} {row.key}: {_state(rows.get(row.key), row)}")
 
@@ -222,7 +227,7 @@ def main() -> None:
         print_rows(args)
         return
     for model in MODELS:
-        if not any(is_asked(f"{model.name} {row.key}", args.only) for row in wanted(model)):
+        if not any(is_asked(f"{model.name} {row.key}", args.only) for row in declared(model)):
             continue
         if model.text is not None and (args.models is None or args.data is None):
             print(f"{model.name}: skipped, it needs --models and --data", file=sys.stderr)

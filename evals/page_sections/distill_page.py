@@ -14,7 +14,7 @@ import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "accuracy"))
 
-from rows import DISTILLED, MODELS, NUMBERS, SHIPPED, Wanted, forms, whole
+from rows import DISTILLED, MODELS, NUMBERS, Wanted, trained, whole
 from store import RESULTS, Row, load_rows
 
 HEAD = ("model", "calibration", "weights", "KL x 1000", "distilled", "perplexity", "distilled", "CPU s", "peak MB")
@@ -38,33 +38,31 @@ def table() -> str:
 def _pairs() -> Iterator[tuple[str, Row, Row]]:
     """Yield the model, the row without and the row with distillation."""
     for model in MODELS:
-        rows = load_rows(RESULTS / f"{model.name}.json")
-        for numbers in model.numbers:
-            for form in forms(NUMBERS[numbers]):
-                keys = [Wanted(numbers=numbers, method=name, symmetric=form).key for name in (SHIPPED, DISTILLED)]
-                if all(key in rows for key in keys):
-                    yield model.folder or model.name, rows[keys[0]], rows[keys[1]]
+        rows, keys = load_rows(RESULTS / f"{model.name}.json"), [row.key for row in trained(model)]
+        for plain, distilled in zip(keys[::2], keys[1::2], strict=True):
+            if plain in rows and distilled in rows:
+                yield model.folder or model.name, rows[plain], rows[distilled]
 
 
-def _cells(model: str, plain: Row, trained: Row) -> tuple[str, ...]:
+def _cells(model: str, plain: Row, distilled: Row) -> tuple[str, ...]:
     wanted = Wanted(
-        numbers=trained.numbers,
+        numbers=distilled.numbers,
         method=DISTILLED,
-        symmetric=trained.symmetric,
-        samples=trained.samples,
-        length=trained.length,
+        symmetric=distilled.symmetric,
+        samples=distilled.samples,
+        length=distilled.length,
     )
-    stale = trained.taken is None or trained.taken.changed(whole(wanted, "calibration.jsonl"))
-    numbers = NUMBERS[trained.numbers]
+    stale = distilled.taken is None or distilled.taken.changed(whole(wanted, "calibration.jsonl"))
+    numbers = NUMBERS[distilled.numbers]
     weights = f"int{numbers.bits} g{numbers.group}" if numbers.group else f"int{numbers.bits} per channel"
-    kls = [1000 * sum(row.kl) / len(row.kl) for row in (plain, trained)]
-    perplexities = [math.exp(sum(row.nll) / len(row.nll)) for row in (plain, trained)]
+    kls = [1000 * sum(row.kl) / len(row.kl) for row in (plain, distilled)]
+    perplexities = [math.exp(sum(row.nll) / len(row.nll)) for row in (plain, distilled)]
     return (
         model + (f" {provenance.MARK}" if stale else ""),
-        f"{trained.samples} x {trained.length}",
-        weights + ("" if trained.symmetric else " asym"),
+        f"{distilled.samples} x {distilled.length}",
+        weights + ("" if distilled.symmetric else " asym"),
         *(f"{kl:.4g}" for kl in kls),
         *(f"{perplexity:.4g}" for perplexity in perplexities),
-        f"{plain.cpu_s:.0f}, {trained.cpu_s:.0f}",
-        f"{plain.peak_mb}, {trained.peak_mb}",
+        f"{plain.cpu_s:.0f}, {distilled.cpu_s:.0f}",
+        f"{plain.peak_mb}, {distilled.peak_mb}",
     )
