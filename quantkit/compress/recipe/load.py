@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from quantkit import demo
 from quantkit.compress.algorithms.base import Step, follows_original
-from quantkit.compress.recipe import schemes
+from quantkit.compress.recipe import sections
 from quantkit.compress.recipe.override import Overrides, patched
 from quantkit.compress.recipe.schema import CalibrationSection, Document, Override, as_recipe_error, validate
-from quantkit.compress.recipe.steps import build_steps
 from quantkit.errors import RecipeError, suggestion
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats.compressed_tensors import FORMAT as COMPRESSED_TENSORS
@@ -133,10 +132,10 @@ def build(data: Mapping[str, Any], where: str) -> Recipe:
     with as_recipe_error(where):
         document = validate(Document, data)
         _check_parts(document)
-        steps = build_steps(document.steps)
+        steps = sections.build_steps(document.steps)
         source = _source(document, steps)
         scheme = _scheme(source)
-        kv_cache = None if document.kv_cache is None else schemes.build_cache(document.kv_cache)
+        kv_cache = None if document.kv_cache is None else sections.build_cache(document.kv_cache)
         activation = None if scheme.default is None else scheme.default.activation
         reads_data = bool(steps) or (kv_cache is not None and kv_cache.needs_data)
         if document.imatrix and reads_data:
@@ -183,7 +182,7 @@ def _settled(part: Mapping[str, Any], symmetric: bool) -> dict[str, Any]:
     weights = part.get("weights")
     if weights is None or weights["symmetric"] != "auto":
         return dict(part)
-    zero_points = not symmetric and not schemes.weight_scheme(weights, "weights").symmetric
+    zero_points = not symmetric and not sections.weight_scheme(weights, "weights").symmetric
     return {**part, "weights": {**weights, "symmetric": not zero_points}}
 
 
@@ -265,10 +264,10 @@ def _source(document: Document, steps: Mapping[str, Any]) -> dict[str, Any]:
     weights, activations, cache = document.weights, document.activations, document.kv_cache
     return {
         "name": document.name,
-        "weights": None if weights is None else schemes.weight_fields(weights),
-        "activations": None if activations is None else schemes.activation_fields(activations),
-        "kv_cache": None if cache is None else schemes.cache_fields(cache),
-        "mtp": None if document.mtp is None else schemes.weight_fields(document.mtp),
+        "weights": None if weights is None else sections.weight_fields(weights),
+        "activations": None if activations is None else sections.activation_fields(activations),
+        "kv_cache": None if cache is None else sections.cache_fields(cache),
+        "mtp": None if document.mtp is None else sections.weight_fields(document.mtp),
         "ignore": list(document.ignore),
         "overrides": [_completed(document, override, index) for index, override in enumerate(document.overrides)],
         "steps": [{name: asdict(step)} for name, step in steps.items()],
@@ -294,7 +293,7 @@ def _mtp_scheme(source: Mapping[str, Any]) -> LinearScheme | None:
             f"mtp: only format {COMPRESSED_TENSORS.name} can store MTP heads in a separate scheme, but the format is "
             f"{format_}; remove 'mtp' (heads are then copied), or change the format"
         )
-    scheme = schemes.weight_scheme(fields, "mtp")
+    scheme = sections.weight_scheme(fields, "mtp")
     if scheme.has_tensor_scale or fields["symmetric"] == "auto":
         raise RecipeError(
             f"mtp: MTP heads need a scale per channel, group or block, and 'symmetric' must be true or false, found "
@@ -328,17 +327,17 @@ def _completed(document: Document, override: Override, index: int) -> dict[str, 
         raise RecipeError(
             f"overrides[{index}].weights changes the recipe's 'weights', but the recipe has none; add 'weights'"
         )
-    return {"modules": modules, "weights": schemes.changed_weights(document.weights, override.weights), **kept}
+    return {"modules": modules, "weights": sections.changed_weights(document.weights, override.weights), **kept}
 
 
 def _scheme(source: Mapping[str, Any]) -> Scheme:
     fields = source["activations"]
-    activation = None if fields is None else schemes.activation_scheme(fields)
+    activation = None if fields is None else sections.activation_scheme(fields)
 
     def linear(weights: dict[str, Any] | None, path: str) -> LinearScheme | None:
         if weights is None:
             return None
-        scheme = LinearScheme(weight=schemes.weight_scheme(weights, path), activation=activation)
+        scheme = LinearScheme(weight=sections.weight_scheme(weights, path), activation=activation)
         pair = scheme.weight.dtype.name, None if activation is None else activation.dtype.name
         # Kernels of this pair store group scales in 8 bits, so choose scales that 8 bits hold exactly.
         if pair == _W4AFP8 and scheme.weight.group_size:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from quantkit.compress.recipe.schema import Document
-from quantkit.compress.recipe.steps import option_names, step_name, step_options
+from quantkit.compress.recipe.sections import option_names, step_name, step_options
 from quantkit.errors import RecipeError, suggestion
 from quantkit.safety.untrusted import parse_yaml
 

@@ -19,7 +19,7 @@ from quantkit.checkpoints.folder import RUN, find_baseline, resolve
 from quantkit.checkpoints.reader import CheckpointReader, file_digest
 from quantkit.compress.algorithms.base import moves_scales
 from quantkit.compress.pipeline.state import describe_versions
-from quantkit.compress.recipe.steps import build_steps
+from quantkit.compress.recipe.sections import build_steps
 from quantkit.distribution import installed_version
 from quantkit.errors import CheckpointError, GateError, ModelError, OutputError, RecipeError, ReportError, RequestError
 from quantkit.evaluate.loading import check_same_language
