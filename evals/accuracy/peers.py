@@ -24,7 +24,7 @@ from bench import Bench, measure, open_bench, write_calibration
 from peer_tools import TOOLS, add_options, job_command, pythons_of
 from processes import ALONE, ONE_THREAD, run_measured
 from provenance import stamp
-from rows import MODELS, Model, Peer, peer_job, peer_rows
+from rows import MODELS, Model, Peer, peer_job, peer_rows, peers_of_trained
 from run import is_asked, said
 from safetensors import safe_open
 from store import RESULTS, Row, add_row, load_rows
@@ -90,7 +90,8 @@ def run_model(model: Model, args: argparse.Namespace) -> None:
     """Measure the requested rows of one model that are missing."""
     path = args.results / f"peers-{model.name}.json"
     done, bench, work = load_rows(path), None, (args.work / f"peers-{model.name}").resolve()
-    for peer, numbers, symmetric in peer_rows(model):
+    further = [row for row in peers_of_trained(model) if row[1] not in model.numbers]
+    for peer, numbers, symmetric in (*peer_rows(model), *further):
         if peer.tool not in args.pythons:
             continue
         key = peer.key(numbers, symmetric, args.versions[peer.tool])

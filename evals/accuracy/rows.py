@@ -311,6 +311,12 @@ def peer_rows(model: Model) -> Iterator[tuple[Peer, str, bool]]:
             yield from ((peer, name, form) for form in given)
 
 
+def peers_of_trained(model: Model) -> Iterator[tuple[Peer, str, bool]]:
+    """Yield the rows of other tools on docs/distill.md: AutoRound, which trains too, though one layer after another."""
+    for numbers, form in TRAINED.get(model.name, ()):
+        yield from ((peer, numbers, form) for peer in PEERS if peer.tool == AUTO_ROUND)
+
+
 def peer_job(peer: Peer, name: str, symmetric: bool) -> dict[str, Any]:
     """Return the job that evals/peers/job.py reads, without the folders."""
     numbers = NUMBERS[name]

@@ -14,55 +14,50 @@ import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "accuracy"))
 
-from rows import DISTILLED, MODELS, NUMBERS, Wanted, trained, whole
+from rows import DISTILLED, MODELS, NUMBERS, Model, Wanted, peers_of_trained, trained, whole
 from store import RESULTS, Row, load_rows
 
-HEAD = ("model", "calibration", "weights", "KL x 1000", "distilled", "perplexity", "distilled", "CPU s", "peak MB")
+HEAD = ("model", "weights", "made by", "KL x 1000", "perplexity", "same top token", "CPU s", "peak MB")
+NOTE = """\
+KL x 1000 in nats and perplexity on WikiText-2, measured as on the page on [accuracy](accuracy.md). All rows of a model
+use the same tokens of the bundled text, for GPTQ as well as for training. CPU s cover all commands that made the
+checkpoint, with one thread; peak MB is that of the last command."""
 
 
 def table() -> str:
     """Return the part of the page."""
-    found = list(_pairs())
-    if not found:
-        return "Not measured yet."
-    stamps = {f"commit {row.taken.commit}, {row.taken.machine}" for _, _, row in found if row.taken}
-    note = (
-        "KL x 1000 in nats and perplexity on WikiText-2, as on the page on [accuracy](accuracy.md). GPTQ and training "
-        "use the same tokens of the bundled text. CPU s: GPTQ alone, then both commands, with one thread. Peak MB: "
-        "GPTQ, then training. "
-        f"{'; '.join(sorted(stamps))}."
-    )
-    return f"{provenance.table(HEAD, [_cells(*each) for each in found])}\n\n{note}"
+    rows = [row for model in MODELS for row in _rows(model)]
+    stamps = sorted({f"commit {row.taken.commit}, {row.taken.machine}" for _, row, _ in rows if row.taken})
+    cells = [_cells(*each) for each in rows]
+    return f"{provenance.table(HEAD, cells)}\n\n{NOTE} {'; '.join(stamps)}." if rows else "Not measured yet."
 
 
-def _pairs() -> Iterator[tuple[str, Row, Row]]:
-    """Yield the model, the row without and the row with distillation."""
-    for model in MODELS:
-        rows, keys = load_rows(RESULTS / f"{model.name}.json"), [row.key for row in trained(model)]
-        for plain, distilled in zip(keys[::2], keys[1::2], strict=True):
-            if plain in rows and distilled in rows:
-                yield model.folder or model.name, rows[plain], rows[distilled]
+def _rows(model: Model) -> Iterator[tuple[Model, Row, bool]]:
+    """Yield the measured rows of a model, and whether each is stale: of each number type ours, then another tool's."""
+    ours, peers = (load_rows(RESULTS / f"{prefix}{model.name}.json") for prefix in ("", "peers-"))
+    for wanted in trained(model):
+        if row := ours.get(wanted.key):
+            yield model, row, row.taken is None or bool(row.taken.changed(whole(wanted, "calibration.jsonl")))
+        if wanted.method == DISTILLED:
+            yield from ((model, row, False) for row in peers.values() if _is_beside(model, row, wanted))
 
 
-def _cells(model: str, plain: Row, distilled: Row) -> tuple[str, ...]:
-    wanted = Wanted(
-        numbers=distilled.numbers,
-        method=DISTILLED,
-        symmetric=distilled.symmetric,
-        samples=distilled.samples,
-        length=distilled.length,
-    )
-    stale = distilled.taken is None or distilled.taken.changed(whole(wanted, "calibration.jsonl"))
-    numbers = NUMBERS[distilled.numbers]
-    weights = f"int{numbers.bits} g{numbers.group}" if numbers.group else f"int{numbers.bits} per channel"
-    kls = [1000 * sum(row.kl) / len(row.kl) for row in (plain, distilled)]
-    perplexities = [math.exp(sum(row.nll) / len(row.nll)) for row in (plain, distilled)]
+def _is_beside(model: Model, row: Row, wanted: Wanted) -> bool:
+    tools = {peer.tool for peer, *_ in peers_of_trained(model)}
+    same = (row.numbers, row.symmetric) == (wanted.numbers, wanted.symmetric)
+    return same and any(row.tool.startswith(tool) for tool in tools)
+
+
+def _cells(model: Model, row: Row, is_stale: bool) -> tuple[str, ...]:
+    numbers, method = NUMBERS[row.numbers], row.method.replace("gptq asymmetric sequential", "GPTQ")
+    group = f"g{numbers.group}" if numbers.group else "per channel"
     return (
-        model + (f" {provenance.MARK}" if stale else ""),
-        f"{distilled.samples} x {distilled.length}",
-        weights + ("" if distilled.symmetric else " asym"),
-        *(f"{kl:.4g}" for kl in kls),
-        *(f"{perplexity:.4g}" for perplexity in perplexities),
-        f"{plain.cpu_s:.0f}, {distilled.cpu_s:.0f}",
-        f"{plain.peak_mb}, {distilled.peak_mb}",
+        f"{model.folder or model.name}, {row.samples} x {row.length}",
+        f"int{numbers.bits} {group}{'' if row.symmetric else ' asym'}",
+        f"{row.tool}, {method}" + (f" {provenance.MARK}" if is_stale else ""),
+        f"{1000 * sum(row.kl) / len(row.kl):.4g}",
+        f"{math.exp(sum(row.nll) / len(row.nll)):.4g}",
+        f"{100 * row.top1:.1f} %",
+        "" if row.cpu_s is None else f"{row.cpu_s:.0f}",
+        f"{row.peak_mb}",
     )
