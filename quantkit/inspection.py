@@ -27,7 +27,7 @@ from quantkit.formats.gguf import FORMAT as GGUF
 from quantkit.models.families import find as find_family
 from quantkit.numerics.scheme import LinearScheme, Scheme
 from quantkit.output.staging import MANIFEST, MERGED
-from quantkit.quantities import dtype_name
+from quantkit.quantities import counted, dtype_name
 from quantkit.results import (
     AdapterRecord,
     CheckpointDifference,
@@ -91,7 +91,8 @@ def inspect(path: str | Path) -> CheckpointSummary:
         architecture = str(names[0]) if isinstance(names, list) and names else "unknown"
         named = {name: _module(reader, name, local, recognised) for name, local in by_module(reader.names).items()}
         modules, mtp = list(named.values()), _heads(reader, named)
-        noted = _noted(read_manifest(reader.path))
+        manifest = read_manifest(reader.path)
+        noted, made_by = _noted(manifest), _distilled(manifest)
         held = _stored_model(reader.config, format_, modules)
     # `bits_per_weight` leaves out the embedding, which may be quantized in a GGUF file.
     linears = [module for module in modules if module.kind != "embedding"]
@@ -308,6 +309,15 @@ def _noted(manifest: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ReportError):
             noted[key] = kind.from_dict(entry) if (entry := section(result, key)) else None
     return noted
+
+
+def _distilled(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return how far `quantkit distill` lowered the KL, keyed by "distilled"; empty if that command did not run."""
+    entry = section(manifest, "distilled")
+    before, after, steps = (entry.get(name) for name in ("kl_before", "kl_after", "steps"))
+    if not isinstance(before, float) or not isinstance(after, float) or not isinstance(steps, int):
+        return {}
+    return {"distilled": f"held-out KL {before:.4g} → {after:.4g}, {counted(steps, 'step')}"}
 
 
 def section(data: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -342,7 +342,7 @@ class CheckpointSummary(Record):
         mtp: storage of MTP heads; None if the files have none.
         engines: predictions of how engines read the checkpoint.
         made_by: entries `quantkit.*` of a GGUF file: the recipe as YAML, digests of its calibration text, and the KL
-            that a search measured; empty for other checkpoints.
+            that a search measured. Of a checkpoint that `quantkit distill` made: `distilled`. Otherwise empty.
     """
 
     path: str

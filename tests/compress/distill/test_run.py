@@ -51,6 +51,7 @@ def test_kl_falls_and_only_scales_and_vectors_change(pair, options, tmp_path):
     assert torch.equal(old["model.embed_tokens.weight"], new["model.embed_tokens.weight"])
     manifest = json.loads((tmp_path / "new/quantkit.json").read_text())
     assert manifest["distilled"]["steps"] == result.steps
+    assert quantkit.inspect(tmp_path / "new").made_by["distilled"].endswith(f"{result.steps} steps")
     # What the file holds is what was measured.
     again = distill(tmp_path / "new", model, tmp_path / "third", options, device="cpu")
     assert again.kl_before == pytest.approx(result.kl_after, rel=1e-5)
