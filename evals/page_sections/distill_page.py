@@ -19,9 +19,9 @@ from store import RESULTS, Row, load_rows
 
 HEAD = ("model", "weights", "made by", "KL x 1000", "perplexity", "same top token", "CPU s", "peak MB")
 NOTE = """\
-KL x 1000 in nats and perplexity on WikiText-2, measured as on the page on [accuracy](accuracy.md). All rows of a model
-use the same tokens of the bundled text, for GPTQ as well as for training. CPU s cover all commands that made the
-checkpoint, with one thread; peak MB is that of the last command."""
+*KL x 1000* (in nats) and *perplexity* are measured on WikiText-2, as on the page on [accuracy](accuracy.md). All rows
+of a model use the same tokens of the bundled text, for GPTQ and for training. *CPU s* is the CPU time of all commands
+that made the checkpoint, with one thread. *peak MB* is the peak memory of the last command."""
 
 
 def table() -> str:

@@ -21,12 +21,14 @@ def table() -> str:
     recipes = sorted({recipe for found in rows.values() for recipe in found})
     cells = [(recipe, *(_cell(found.get(recipe)) for found in rows.values())) for recipe in recipes]
     note = (
-        "- `16x256` in a model's name: calibrated on 16 sequences of 256 tokens; otherwise as the recipe says.\n"
-        "- *KL* and *perplexity x*, the perplexity divided by the original's, are those of `quantkit verify` on 4k "
-        "tokens of WikiText-2.\n"
-        "- *misses* names the gates of the recipe that fail; no tasks were run, so gates about tasks are not checked.\n"
+        "- Models with `16x256` in the name were calibrated on 16 sequences of 256 tokens; all others, as the "
+        "recipe says.\n"
+        "- *KL* and *perplexity x* come from `quantkit verify` on 4k tokens of WikiText-2. *perplexity x* is the "
+        "perplexity divided by the original's.\n"
+        "- *misses* names the gates of the recipe that fail. No tasks were run, so the table leaves out gates on task "
+        "scores (`recovery`).\n"
         "- *worse* counts linears whose error on tokens held out from calibration is more than 2 % above the error of "
-        "rounding to nearest. The second number is that of all measured linears.\n"
+        "rounding to nearest. In *3 of 126 worse*, 126 is the number of linears that were measured.\n"
         "- *written*, and cells without KL: `quantize` wrote the checkpoint, but `verify` was not run.\n"
         f"{_refusals(kept)}\n"
         "The [script](../evals/accuracy/every_recipe.py) measures these rows."

@@ -274,8 +274,8 @@ def _quantizable(llm: LLM) -> dict[int, KVLayout]:
 
 @contextmanager
 def cached_as(llm: LLM, choice: CacheChoice | None, windows: Windows) -> Iterator[None]:
-    """Inside the `with` block, give a model the chosen KV cache, large enough for all windows at once; None = no
-    change.
+    """Give a model the KV cache of `choice` inside the `with` block, large enough for all windows at once. If `choice`
+    is None, nothing changes.
     """
     if choice is None:
         yield

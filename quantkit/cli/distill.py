@@ -42,7 +42,8 @@ def command(
     """Train the scales, norms and biases of CHECKPOINT until its logits resemble those of the original.
 
     The codes stay as they are, so the result has the format and the size of CHECKPOINT. Use it where rounding loses
-    much: 2 and 3 bits, 4 bits per channel. If a run is interrupted, the same command continues where it stopped.
+    much accuracy: at 2 and 3 bits, or at 4 bits per channel. If a run is interrupted, the same command continues where
+    it stopped.
 
     \b
     Examples:

@@ -192,7 +192,10 @@ def _needle(
     depth: float | None = None,
     wrong: tuple[str, ...] = (),
 ) -> Needle:
-    """Write a text with facts at relative positions, in order, between as many sentences about grass as fit."""
+    """Write a text with as many sentences about grass as fit, the facts among them, and the question at the end.
+
+    The facts stand in the given order at these positions: 0 is the beginning of the sentences, 1 their end.
+    """
 
     def text(count: int) -> str:
         before = [round(position * count) for position in positions]

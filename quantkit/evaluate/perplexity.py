@@ -123,7 +123,10 @@ def leading_bos(llm: Evaluated, add_bos: bool | None = None) -> tuple[int, ...]:
     if add_bos is False or (add_bos is None and (llm.tokenizer is None or not adds_bos(llm.tokenizer))):
         return ()
     if llm.tokenizer is None or llm.tokenizer.bos_token_id is None:
-        raise DataError(f"{llm.path} has no tokenizer with a BOS token; leave out --bos (in Python: add_bos=True)")
+        raise DataError(
+            f"the tokenizer of {llm.path} is missing or has no BOS token; "
+            "leave out --bos (in Python, leave out add_bos=True)"
+        )
     return (llm.tokenizer.bos_token_id,)
 
 

@@ -33,7 +33,7 @@ class DenseFormat(Format):
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedTensor:
         raise SchemeError(
-            "the dense format stores dequantized values, so codes cannot be decoded; read 'weight' directly, "
+            "the dense format stores dequantized values and no codes; read 'weight' directly, "
             "or write with --format compressed-tensors"
         )
 

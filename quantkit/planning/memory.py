@@ -241,7 +241,7 @@ def planned_weight_bytes(shape: ModelShape, scheme: WeightChoice, batch: int = 1
 
 
 def mtp_bytes(shape: ModelShape, scheme: WeightChoice) -> int:
-    """Return the bytes of MTP heads in files under a scheme."""
+    """Return how many bytes the MTP heads take in the checkpoint's files if they are stored with this scheme."""
     if scheme.as_stored and shape.mtp_stored_bytes is not None:
         return shape.mtp_stored_bytes
     size, form = scheme.unquantized.bits // 8 if scheme.unquantized else shape.dtype_bytes, scheme.mtp

@@ -290,7 +290,7 @@ class BenchmarkResult(Record):
         return next((run for run in self.runs if run.workload.name == name), None)
 
     def memory_part(self, part: str) -> MemoryRecord | None:
-        """Return the record of one part of memory; None if there is none."""
+        """Return the record of a part of memory, such as "weights" or "kv pool"; None if there is no such record."""
         return next((record for record in self.memory if record.part == part), None)
 
 

@@ -121,7 +121,7 @@ class ResponseFormat(Schema):
     @model_validator(mode="after")
     def _has_what_it_names(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("type is 'json_schema', but the field json_schema is missing; give both")
+            raise ValueError("type is 'json_schema', but the field json_schema is missing; add this field")
         if self.type != "json_schema" and self.json_schema is not None:
             raise ValueError(f"the field json_schema is given, but type is {self.type!r}; set type to 'json_schema'")
         return self

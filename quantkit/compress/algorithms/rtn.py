@@ -46,7 +46,7 @@ class InputStatistics:
             self._gram.update(inputs)
 
     def mean_square(self, divisor: Tensor) -> Tensor:
-        """Return the mean square of each input channel, (K,), after division by `divisor`."""
+        """Return the mean square of each channel, (K,), of the inputs divided by `divisor`."""
         return self.magnitude.mean_square / divisor.square()
 
     def gram(self, divisor: Tensor) -> Tensor | None:

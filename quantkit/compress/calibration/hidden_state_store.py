@@ -71,7 +71,7 @@ class ActivationStore:
 
     @property
     def own(self) -> range:
-        """Numbers of the batches that this process computes with."""
+        """Indices of the batches that this process handles."""
         return range(rank(), len(self), world())
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ class TrainedScales:
         return self.weight if self.change is None else replace(self.weight, scale=self._stored(self.change.detach()))
 
     def product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the linear's output (..., N) for inputs (..., K), in their dtype; autograd reaches `change`."""
+        """Return the linear's output (..., N) for inputs (..., K), in the same dtype. Gradients reach `change`."""
         change = self._start if self.change is None else self.change
         outputs: Tensor = _Product.apply(inputs, change, bias, self)  # type: ignore[no-untyped-call]
         return outputs
@@ -100,7 +100,7 @@ class TrainedVector:
         self.change = torch.zeros_like(self._start).requires_grad_()
 
     def value(self) -> Tensor:
-        """Return the present vector in float32; autograd reaches `change`."""
+        """Return the present vector in float32. Gradients reach `change`."""
         return self._start + self._rms * self.change
 
     def result(self) -> Tensor:

@@ -178,7 +178,8 @@ def _compress(
 def _begin(
     plan: Plan, stage: Stage | None, samples: Samples | None, listener: Listener, *, resume: bool
 ) -> CompressionRun | None:
-    """Start a run, or resume an interrupted one. Return None if an earlier run was killed after renaming its output.
+    """Start a run, or resume an interrupted one. Return None if nothing is left to do, because an earlier run was
+    killed only after it had completed and renamed its output.
 
     Args:
         plan: plan of the run.

@@ -79,7 +79,9 @@ def replace(family: str, device: torch.device, reason: str) -> None:
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """In this context, raise Triton's errors instead of falling back, so that torch is never measured as a kernel."""
+    """In this context, raise Triton's errors instead of falling back to torch. Otherwise, a check or measurement of a
+    kernel would silently run torch.
+    """
     global _measuring
     _measuring += 1
     try:

@@ -60,7 +60,9 @@ def page_tensors(views: KVViews) -> tuple[Tensor | None, ...]:
 
 
 def fixed(array: PagedArray) -> Tensor:
-    """Return each head's factor on decoded numbers, (H,) float32; all ones if the scheme has no fixed scales."""
+    """Return the fixed scale of each head, (H,) float32, by which kernels multiply decoded numbers; all ones if the
+    scheme has no fixed scales.
+    """
     return _ones(array.codes.shape[1], array.codes.device) if array.fixed is None else array.fixed
 
 

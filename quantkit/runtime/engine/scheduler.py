@@ -6,8 +6,8 @@ all of it.
 
 Memory: sequences start in order of arrival, so running ones are older than waiting ones. When pages run out, the
 scheduler preempts the youngest sequence and recomputes it later (the prefix cache keeps its full pages until they are
-needed). The oldest can always get pages, so progress is guaranteed. A sequence that lacks pages and finds no younger
-one to preempt keeps its pages and waits for a later step.
+needed). The oldest can always get pages, so progress is guaranteed. If a sequence needs more pages and no younger one
+can be preempted, it keeps the pages that it has and waits for a later step.
 
 Requests that only score their prompt are scheduled like others, with two exceptions, because no client waits for their
 first token. They use the remaining budget one after another instead of sharing it. If a request's prefix is being
