@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn.functional import kl_div, log_softmax
 from torch.utils._pytree import tree_map_only
 
+from quantkit.checkpoints.model_reader import ModelReader
 from quantkit.compress.convert.source import Source
 from quantkit.compress.convert.target import storable
 from quantkit.compress.distill.parameters import TrainedScales, TrainedVector
@@ -43,7 +44,9 @@ class Head:
         self, skeleton: Skeleton, weight: Tensor | None = None, trained: Mapping[str, TrainedVector] | None = None
     ) -> None:
         self._norm, loaded, self._bias = skeleton.final_parts()
-        self.weight = weight if weight is not None and torch.equal(weight, loaded) else loaded
+        # `torch.equal` also accepts equal values of another dtype.
+        is_same = weight is not None and weight.dtype == loaded.dtype and torch.equal(weight, loaded)
+        self.weight = weight if weight is not None and is_same else loaded
         self._trained = trained or {}
         keys, config = skeleton.family.multipliers, skeleton.reader.config
         read = ConfigReader(config, skeleton.family.defaults, skeleton.family.keys)
@@ -66,55 +69,73 @@ class Student:
         skeleton: the same checkpoint's model, whose reader gives dequantized values.
         head: weight (V, D) of the original's head, which is shared if the checkpoint has the same.
     Attributes:
-        linears: scales of the quantized linears, keyed by full name.
-        vectors: the vectors in the layers, and those of the final norm, keyed by full name.
+        linears: scales of the quantized linears in the layers, keyed by full name in the model.
+        vectors: the vectors in the layers, and those of the final norm, keyed by full name in the model.
     Raises:
         SchemeError: the model cannot be trained; the message says why.
     """
 
     def __init__(self, source: Source, skeleton: Skeleton, head: Tensor) -> None:
+        reader = skeleton.reader
+        assert isinstance(reader, ModelReader), "only its view knows the model's names"
         self._skeleton, device = skeleton, skeleton.device
         self.linears: dict[str, TrainedScales] = {}
         self.vectors: dict[str, TrainedVector] = {}
+        # Names in files, keyed by names in the model.
+        self._modules = {reader.own_name(f"{name}.weight").removesuffix(".weight"): name for name in source.linears}
+        self._tensors = {reader.own_name(name): name for name in source.reader.names}
         self._layers = [self._layer(source, index) for index in range(skeleton.num_layers)]
+        inside = tuple(f"{skeleton.layer_name(index)}." for index in range(skeleton.num_layers))
+        if left := [name for name in self._modules if name.startswith(inside) and name not in self.linears]:
+            raise SchemeError(
+                f"{source.reader.path}: {self._modules[left[0]]} is stored in another form than the model's linear "
+                "has, and distill cannot train such weights"
+            )
         norm = skeleton.family.final_norm
-        own = {name: TrainedVector(skeleton.reader.tensor(f"{norm}.{name}"), device) for name in skeleton.norm_names()}
+        own = {
+            name: TrainedVector(reader.tensor(full), device)
+            for name in skeleton.norm_names()
+            if (full := f"{norm}.{name}") in self._tensors
+        }
         self.vectors |= {f"{norm}.{name}": vector for name, vector in own.items()}
         self.head = Head(skeleton, head, own)
+
+    def trained(self, source: Source) -> Source:
+        """Return the checkpoint with the present scales and vectors."""
+        return replace(
+            source,
+            weights={self._modules[name]: linear.result() for name, linear in self.linears.items()},
+            changed={self._tensors[name]: vector.result() for name, vector in self.vectors.items()},
+        )
 
     def _layer(self, source: Source, index: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, TrainedVector]]:
         """Load a layer: the module without weights, its fixed tensors, and its vectors, keyed by relative name."""
         skeleton, prefix = self._skeleton, self._skeleton.layer_name(index)
         layer = skeleton.blank_layer(index)
-        coded = {name for name, _ in layer.named_modules() if f"{prefix}.{name}" in source.linears}
+        coded = {name for name, _ in layer.named_modules() if f"{prefix}.{name}" in self._modules}
         for name in sorted(coded):
             linear, full = layer.get_submodule(name), f"{prefix}.{name}"
-            ordinary = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
-            if not ordinary or skeleton.is_shared(index, name):
-                raise SchemeError(
-                    f"{full} is a {type(linear).__name__} or is shared by layers, which cannot be trained"
-                )
-            weight = source.weight(full)
-            weight = replace(
-                weight, scale=storable(weight.scale, source.format)
-            )  # trained ones are rounded to its dtype
-            self.linears[full] = TrainedScales(weight, source.linears[full], skeleton.device)
-            vars(linear)["forward"] = partial(
-                self._multiply, full, cast(nn.Linear, linear)
-            )  # overrides the class's method
+            if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+                raise SchemeError(f"{full} is a {type(linear).__name__}; distill trains ordinary linears only")
+            if skeleton.is_shared(index, name):
+                raise SchemeError(f"several layers share {full}; distill cannot train such weights")
+            weight = source.weight(self._modules[full])
+            # Trained scales are rounded to the dtype that the format stores.
+            weight = replace(weight, scale=storable(weight.scale, source.format))
+            self.linears[full] = TrainedScales(weight, source.linears[self._modules[full]], skeleton.device)
+            vars(linear)["forward"] = partial(self._multiply, full, linear)  # overrides the class's method
         fixed: dict[str, Tensor] = {}
         vectors: dict[str, TrainedVector] = {}
         for name, empty in skeleton.layer_tensors(index).items():
             owner, _, leaf = name.rpartition(".")
             if leaf == "weight" and owner in coded:
                 continue
-            value = skeleton.read_finite(f"{prefix}.{name}")
-            if isinstance(empty, nn.Parameter) and value.dim() == 1:
-                vectors[name] = self.vectors[f"{prefix}.{name}"] = TrainedVector(value, skeleton.device)
+            full, is_parameter = f"{prefix}.{name}", isinstance(empty, nn.Parameter)
+            value = skeleton.read_finite(full)
+            if is_parameter and value.dim() == 1 and full in self._tensors:
+                vectors[name] = self.vectors[full] = TrainedVector(value, skeleton.device)
             else:
-                fixed[name] = value.to(
-                    skeleton.device, skeleton.dtype if isinstance(empty, nn.Parameter) else empty.dtype
-                )
+                fixed[name] = value.to(skeleton.device, skeleton.dtype if is_parameter else empty.dtype)
         return layer, fixed, vectors
 
     def _multiply(self, full: str, linear: nn.Linear, inputs: Tensor) -> Tensor:
@@ -138,21 +159,22 @@ class Student:
         scales = {name: linear.change for name, linear in self.linears.items() if linear.change is not None}
         return scales | {name: vector.change for name, vector in self.vectors.items()}
 
-    def kl(self, hidden: Tensor, target: Tensor, original: Head, *, total: int = 0) -> float:
+    def kl(self, hidden: Tensor, target: Tensor, original: Head, *, train: bool = False) -> float:
         """Return the sum over all tokens of KL(original || compressed), in nats.
 
         Args:
             hidden: (B, T, D) hidden states before the first layer.
             target: (B, T, D) hidden states of the original after its last layer.
             original: the original's head.
-            total: if positive, add to the gradient of every parameter that of this sum divided by `total`.
+            train: add the gradient of this sum to the gradient of every parameter. The sum's gradient keeps clear of
+                both ends of float16's range; that of the mean would not.
         """
         states = [hidden.to(self._skeleton.device, copy=True)]  # see `_run`
         with torch.no_grad():
             for index in range(len(self._layers)):
                 states.append(self._run(index, states[-1]))
-        value, gradient = _divergence(self.head, states.pop(), original, target.to(self._skeleton.device), total)
-        for index in reversed(range(len(self._layers) if total else 0)):
+        value, gradient = _divergence(self.head, states.pop(), original, target.to(self._skeleton.device), train)
+        for index in reversed(range(len(self._layers) if train else 0)):
             inputs = states.pop().detach().requires_grad_(index > 0)
             with torch.enable_grad():
                 self._run(index, inputs).backward(gradient)  # type: ignore[no-untyped-call]
@@ -161,20 +183,20 @@ class Student:
         return value
 
 
-def _divergence(own: Head, hidden: Tensor, original: Head, target: Tensor, total: int) -> tuple[float, Tensor]:
-    """Return the sum of the KL divergences, and its gradient by `hidden`, divided by `total`; see `Student.kl`."""
+def _divergence(own: Head, hidden: Tensor, original: Head, target: Tensor, train: bool) -> tuple[float, Tensor]:
+    """Return the sum of the KL divergences; if `train`, also its gradient by `hidden`. See `Student.kl`."""
     rows, targets = hidden.flatten(0, 1), target.flatten(0, 1)
     gradient, value = torch.zeros_like(rows), 0.0
     step = max(1, _LOGITS_BYTES // (4 * own.weight.shape[0]))
     for part in (slice(start, start + step) for start in range(0, len(rows), step)):
         with torch.no_grad():
             expected = log_softmax(original.logits(targets[part]), -1)
-        with torch.enable_grad() if total else nullcontext():
-            states = rows[part].detach().requires_grad_(total > 0)
-            total_kl = kl_div(log_softmax(own.logits(states), -1), expected, reduction="sum", log_target=True)
-        value += float(total_kl.detach())
-        if total:
-            (total_kl / total).backward()  # type: ignore[no-untyped-call]
+        with torch.enable_grad() if train else nullcontext():
+            states = rows[part].detach().requires_grad_(train)
+            total = kl_div(log_softmax(own.logits(states), -1), expected, reduction="sum", log_target=True)
+        value += float(total.detach())
+        if train:
+            total.backward()  # type: ignore[no-untyped-call]
             assert states.grad is not None
             gradient[part] = states.grad
     return value, gradient.view_as(hidden)

@@ -27,7 +27,10 @@ class DistillOptions:
     steps: int = setting(128, "Maximum number of training steps.", flag="--steps", minimum=1)
     batch_size: int = setting(4, "Sequences per step.", flag="--batch-size", minimum=1)
     learning_rate: float = setting(
-        0.002, "Largest relative change of a scale in one step.", flag="--learning-rate X", minimum=0.0
+        0.002,
+        "Step size: about the largest relative change of a scale in one step.",
+        flag="--learning-rate X",
+        above=0.0,
     )
     check_every: int = setting(
         16, "Steps between two measurements on the held-out sequences.", flag="--check-every", minimum=1

@@ -73,13 +73,15 @@ class TrainedScales:
 
     def _stored(self, change: Tensor) -> Tensor:
         """Return the scales (N, G) for these changes, rounded as the format stores them, in the stored dtype."""
-        scale, stored = self._start * (1 + change), self.weight.scale.dtype
+        scale, stored, activation = self._start * (1 + change), self.weight.scale.dtype, self.scheme.activation
         if self.weight.global_scale is not None:
-            return two_level_scale(scale, self.weight.global_scale).to(stored)
-        activation = self.scheme.activation
-        if activation is not None and activation.dtype == FP8 and self.weight.scheme.dtype.kind == "int":
-            return row_scales(scale, stored).to(stored)
-        return round_scale(scale, stored).to(stored)
+            rounded = two_level_scale(scale, self.weight.global_scale)
+        elif activation is not None and activation.dtype == FP8 and self.weight.scheme.dtype.kind == "int":
+            rounded = row_scales(scale, stored)
+        else:
+            rounded = round_scale(scale, stored)
+        # Other tools round otherwise: what training does not change stays, and so do scales of 0.
+        return torch.where((change == 0) | (self._start == 0), self._start, rounded).to(stored)
 
 
 class TrainedVector:
@@ -101,7 +103,8 @@ class TrainedVector:
 
     def value(self) -> Tensor:
         """Return the present vector in float32. Gradients reach `change`."""
-        return self._start + self._rms * self.change
+        value = self._start + self._rms * self.change
+        return value + (value.to(self._dtype).float() - value).detach()  # gradients pass through rounding unchanged
 
     def result(self) -> Tensor:
         """Return the vector in the dtype of the checkpoint."""
@@ -125,7 +128,9 @@ class _Product(torch.autograd.Function):
         needs_inputs, needs_change, needs_bias, _ = context.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
         back = gradient @ scales.values(gradient.dtype) if needs_inputs else None
-        of_values = rows.T @ inputs.reshape(-1, inputs.shape[-1]) if needs_change else None
+        # Sums over all tokens may exceed float16's range.
+        wide = torch.bfloat16 if gradient.dtype == torch.float16 else gradient.dtype
+        of_values = rows.to(wide).T @ inputs.reshape(-1, inputs.shape[-1]).to(wide) if needs_change else None
         return (
             back,
             None if of_values is None else scales.gradient(of_values),

@@ -20,21 +20,22 @@ from quantkit.compress.calibration.dataset import Samples, load_samples
 from quantkit.compress.convert.run import write_checkpoint
 from quantkit.compress.convert.source import Source, open_source
 from quantkit.compress.convert.target import target_for
-from quantkit.compress.distill.network import Student
 from quantkit.compress.distill.options import Distillation, DistillOptions
 from quantkit.compress.distill.training import Progress, Training, load_training
 from quantkit.compress.pipeline.plan import pick_compute_dtype
 from quantkit.compress.pipeline.run import computing
 from quantkit.compress.pipeline.state import compute_identity, describe_versions
 from quantkit.demo import bundled_calibration
-from quantkit.errors import ModelError, SchemeError
+from quantkit.errors import DataError, ModelError, SchemeError
 from quantkit.huggingface.skeleton import Skeleton
-from quantkit.inspection import read_manifest
+from quantkit.inspection import merged_digests, read_manifest
 from quantkit.machine.devices import pick_device, threads_within_quota
 from quantkit.machine.system import peak_bytes
+from quantkit.models.config import NotNative
 from quantkit.models.families import find
 from quantkit.output.staging import check_apart, open_stage
 from quantkit.output.writer import writing
+from quantkit.safety.untrusted import shorten
 
 
 def distill(
@@ -72,7 +73,7 @@ def distill(
     _, folder = find_baseline(source.reader.path, original, read_manifest(source.reader.path, RUN))
     skeletons = _open_pair(source, folder, output, target_device)
     target = target_for(source, source.format)
-    samples = _read(skeletons[0], options)
+    samples = _read(skeletons[0], options, progress)
     identity = _identity(source, skeletons[0], samples, options)
     with open_stage(output, "distill", overwrite=overwrite, resumable=True) as stage, writing(stage.work.path):
         state = load_training(stage.work, identity, resume=resume)
@@ -92,8 +93,8 @@ def distill(
             history=state.history,
         )
         shutil.rmtree(stage.work.checkpoint, ignore_errors=True)  # left by a run that was killed while it wrote
-        entry = {"distilled": {**asdict(result), "options": asdict(options), "calibration": samples.digest}}
-        write_checkpoint(_trained(source, run.student), target, stage.work.checkpoint, entry)
+        entry = {"distilled": _entry(result, options, samples)}
+        write_checkpoint(run.student.trained(source), target, stage.work.checkpoint, entry)
         source.reader.check_unchanged()
         stage.promote(stage.work.checkpoint)
     return replace(result, seconds=time.perf_counter() - started, peak_bytes=peak_bytes())
@@ -111,16 +112,21 @@ def _identity(source: Source, original: Skeleton, samples: Samples, options: Dis
     }
 
 
-def _trained(source: Source, student: Student) -> Source:
-    """Return the checkpoint with the student's scales and vectors."""
-    weights = {name: linear.result() for name, linear in student.linears.items()}
-    return replace(source, weights=weights, changed={name: each.result() for name, each in student.vectors.items()})
+def _entry(result: Distillation, options: DistillOptions, samples: Samples) -> dict[str, Any]:
+    """Return the entry of quantkit.json, which names no local paths."""
+    kept = ("kl_before", "kl_after", "steps", "steps_run", "trained_numbers", "history")
+    settings = {name: value for name, value in asdict(options).items() if name != "data"}
+    return {**{name: getattr(result, name) for name in kept}, "options": settings, "calibration": samples.digest}
 
 
 def open_skeleton(path: Path, device: torch.device) -> Skeleton:
     """Open a model whose layers pass on nothing but hidden states."""
     dense = open_dense(path)
-    family = find(dense.config)
+    try:
+        family = find(dense.config)
+    except NotNative:
+        named = shorten(dense.config.get("architectures"))
+        raise SchemeError(f"{path}: distill does not know the architecture {named}; see docs/distill.md") from None
     reader = ModelReader.of(dense, family)
     dtype = pick_compute_dtype(reader.info(f"{family.embedding}.weight").dtype, device)
     skeleton = Skeleton(reader, family, dtype, device)
@@ -133,7 +139,16 @@ def open_skeleton(path: Path, device: torch.device) -> Skeleton:
 
 
 def _open_pair(source: Source, folder: Path, output: Path, device: torch.device) -> tuple[Skeleton, Skeleton]:
-    """Open the original and the checkpoint; refuse two models of different shapes, and an output inside of one."""
+    """Open the original and the checkpoint; refuse models that do not belong together, and an output inside of one."""
+    if source.dense is not None:
+        raise SchemeError(f"{source.reader.path} is a GGUF file; distill a compressed folder, and convert the result")
+    if folder.resolve() == source.reader.path.resolve():
+        raise ModelError(f"{folder} is its own baseline; give the original model as --baseline")
+    if set(merged_digests(source.reader.path)) - set(merged_digests(folder)):
+        raise ModelError(
+            f"an adapter was merged into {source.reader.path}; merge it into the original too, with PEFT's "
+            "merge_and_unload, and give the merged model as --baseline"
+        )
     for path in (folder, source.reader.path):
         check_apart(output, path)
     original, own = open_skeleton(folder, device), open_skeleton(source.reader.path, device)
@@ -147,10 +162,10 @@ def _open_pair(source: Source, folder: Path, output: Path, device: torch.device)
     return original, own
 
 
-def _read(original: Skeleton, options: DistillOptions) -> Samples:
+def _read(original: Skeleton, options: DistillOptions, progress: Progress) -> Samples:
     """Return the samples to train on; their tokens come from the original's tokenizer."""
     path = original.reader.path
-    return load_samples(
+    samples = load_samples(
         bundled_calibration(path) if options.data == "bundled" else options.data,
         load_tokenizer(path),
         samples=options.samples,
@@ -158,3 +173,8 @@ def _read(original: Skeleton, options: DistillOptions) -> Samples:
         vocab_size=original.vocab_size,
         seed=options.seed,
     )
+    if len(samples.token_ids) < 2:
+        raise DataError(f"{options.data} has text for one sample only, and one must be held out; give more text")
+    for warning in samples.warnings:
+        progress(f"warning: {warning}")
+    return samples

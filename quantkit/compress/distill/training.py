@@ -19,6 +19,7 @@ from quantkit.compress.convert.source import Source
 from quantkit.compress.distill.network import Embedder, Head, Student, last_states
 from quantkit.compress.distill.options import DistillOptions
 from quantkit.compress.pipeline.state import START_OVER, read_state, refuse_changes, with_threads_of, write_state
+from quantkit.errors import CheckpointError
 from quantkit.huggingface.skeleton import Skeleton
 from quantkit.output.work_folder import WorkFolder
 from quantkit.output.writer import write_shard
@@ -146,7 +147,9 @@ class Training:
         )
         numbers = range(len(texts))
         self._held_out = [number for number in numbers if number % _HELD_OUT == 0]
-        self._seen = [number for number in numbers if number % _HELD_OUT] or self._held_out
+        self._seen = [number for number in numbers if number % _HELD_OUT]
+        for parameter in self.parameters.values():  # experts that no token reaches need a gradient too
+            parameter.grad = torch.zeros_like(parameter)
         self._optimizer = torch.optim.Adam(list(self.parameters.values()), lr=options.learning_rate, betas=_BETAS)
 
     def set(self, changes: dict[str, Tensor]) -> None:
@@ -161,25 +164,29 @@ class Training:
         if state.optimizer:
             self._restore_optimizer(state.optimizer)
         if not state.history:
-            state.record(0, self._held_out_kl(), {})
+            before = self._held_out_kl()
+            if not math.isfinite(before):
+                raise CheckpointError("the KL divergence from the original is NaN or infinite before any training")
+            state.record(0, before, {})
             self._progress(f"KL {state.history[0]:.4g} before training, {len(self._held_out)} samples held out")
         while state.step < options.steps and state.failures < options.patience:
             started, last = time.perf_counter(), min(options.steps, state.step + options.check_every)
+            steps = last - state.step
             for step in range(state.step, last):
                 if not self._step(step):
-                    self._progress(f"step {step + 1}: the KL is not finite; training ends")
+                    self._progress(f"step {step + 1}: the KL or a gradient is not finite; training ends")
                     state.failures = options.patience
                     return
             state.record(last, self._held_out_kl(), self.parameters)
             state.optimizer = self._optimizer_numbers()
             state.save(folder)
-            seconds = (time.perf_counter() - started) / options.check_every
+            seconds = (time.perf_counter() - started) / steps
             self._progress(f"step {last} of {options.steps}: KL {state.history[last]:.4g}, {seconds:.1f} s per step")
 
     def _optimizer_numbers(self) -> dict[str, Tensor]:
         """Return the state of the optimizer, keyed by parameter and name."""
-        named = zip(self.parameters, self._optimizer.state_dict()["state"].values(), strict=True)
-        return {f"{name}/{key}": value.clone() for name, values in named for key, value in values.items()}
+        states = {name: self._optimizer.state[parameter] for name, parameter in self.parameters.items()}
+        return {f"{name}/{key}": value.clone() for name, state in states.items() for key, value in state.items()}
 
     def _restore_optimizer(self, numbers: Mapping[str, Tensor]) -> None:
         whole = self._optimizer.state_dict()
@@ -189,16 +196,16 @@ class Training:
         self._optimizer.load_state_dict(whole)
 
     def _step(self, step: int) -> bool:
-        """Run one step; return False if the KL is NaN or infinite."""
+        """Run one step; return False, and change nothing, if the KL or a gradient is NaN or infinite."""
         options, chosen = self._options, self._chosen(step)
         warm_up = max(1, round(options.steps * _WARM_UP))
         falling = 0.5 * (1 + math.cos(math.pi * step / options.steps))
         for group in self._optimizer.param_groups:
             group["lr"] = options.learning_rate * min(1.0, (step + 1) / warm_up) * falling
         self._optimizer.zero_grad(set_to_none=False)
-        total = sum(self._texts[number].numel() for number in chosen)
-        value = sum(self._kl(batch, total) for batch in self._batches(chosen))
-        if not math.isfinite(value):
+        value = sum(self._kl(batch, train=True) for batch in self._batches(chosen))
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if not math.isfinite(value) or not all(bool(torch.isfinite(each).all()) for each in gradients):
             return False
         self._optimizer.step()
         return True
@@ -210,10 +217,10 @@ class Training:
             sum(self._kl(batch[start : start + 4]) for batch in batches for start in range(0, len(batch), 4)) / tokens
         )
 
-    def _kl(self, batch: Sequence[int], total: int = 0) -> float:
+    def _kl(self, batch: Sequence[int], *, train: bool = False) -> float:
         ids = torch.cat([self._texts[number] for number in batch])
         target = torch.cat([self._targets[number] for number in batch])
-        return self.student.kl(self._embed(ids), target, self._original, total=total)
+        return self.student.kl(self._embed(ids), target, self._original, train=train)
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield the samples of equal length together."""

@@ -7,7 +7,8 @@ import torch
 
 from quantkit.compress.distill.parameters import TrainedScales, TrainedVector, is_trainable
 from quantkit.numerics.dtype import find_dtype
-from quantkit.numerics.scheme import LinearScheme, WeightScheme
+from quantkit.numerics.scales import row_scales
+from quantkit.numerics.scheme import ActivationScheme, LinearScheme, WeightScheme
 from quantkit.numerics.tensor import QuantizedTensor
 
 CPU = torch.device("cpu")
@@ -111,6 +112,21 @@ def test_a_vector_moves_in_units_of_its_size():
     vector = TrainedVector(start, CPU)
     assert torch.equal(vector.result(), start)
     vector.change.data.fill_(0.1)
-    unit = start.float().square().mean().sqrt()
-    assert torch.allclose(vector.value(), start.float() + 0.1 * unit)
-    assert vector.result().dtype == torch.bfloat16
+    moved = start.float() + 0.1 * start.float().square().mean().sqrt()
+    assert torch.equal(vector.value(), moved.bfloat16().float())  # as the checkpoint stores it
+    assert torch.equal(vector.result(), moved.bfloat16())
+    (gradient,) = torch.autograd.grad(vector.value().sum(), vector.change)
+    assert torch.allclose(gradient, start.float().square().mean().sqrt().expand(3))
+
+
+def test_scales_that_training_does_not_change_stay_as_another_tool_rounded_them():
+    scheme = WeightScheme(dtype=find_dtype("int4"), group_size=4)
+    scale = torch.tensor([[0.1234, 0.0], [3.0, 0.7]])
+    codes = torch.ones(2, 8, dtype=torch.int8)
+    weight = QuantizedTensor(codes=codes, scale=scale, zero_point=None, scheme=scheme)
+    fp8 = ActivationScheme(dtype=find_dtype("fp8"))
+    trained = TrainedScales(weight, LinearScheme(weight=scheme, activation=fp8), CPU)
+    assert torch.equal(trained.result().scale, scale)
+    trained.change.data.fill_(0.02)
+    moved = trained.result().scale
+    assert torch.equal(moved, torch.where(scale == 0, scale, row_scales(scale * 1.02, torch.float32)))

@@ -11,7 +11,8 @@ import quantkit
 from quantkit import DistillOptions, distill
 from quantkit.compress.convert.source import open_source
 from quantkit.compress.distill.training import Training
-from quantkit.errors import ModelError, OutputError, ResumeError, SchemeError
+from quantkit.errors import CheckpointError, DataError, ModelError, OutputError, ResumeError, SchemeError
+from tests.checkpoints.adapters import make_adapter
 from tests.helpers import load_tensors, make_model
 
 QUICK = {"samples": 16, "sequence_length": 32, "steps": 12, "check_every": 4, "batch_size": 2, "learning_rate": 0.01}
@@ -105,8 +106,8 @@ def test_a_kl_that_is_no_number_ends_training(pair, options, tmp_path, monkeypat
     model, checkpoint = pair
     kl, lines = Training._kl, []
 
-    def broken(self, batch, total=0):
-        return float("nan") if total and len(lines) > 4 else kl(self, batch, total)
+    def broken(self, batch, *, train=False):
+        return float("nan") if train and len(lines) > 4 else kl(self, batch, train=train)
 
     monkeypatch.setattr(Training, "_kl", broken)
     result = distill(checkpoint, model, tmp_path / "new", options, device="cpu", progress=lines.append)
@@ -127,8 +128,56 @@ def test_models_that_do_not_belong_together_are_refused(pair, options, tmp_path)
 
 
 def test_an_unquantized_model_is_refused(pair, options, tmp_path):
+    other = make_model(tmp_path / "other")
     with pytest.raises(SchemeError, match="is not quantized"):
-        distill(pair[0], pair[0], tmp_path / "new", options, device="cpu")
+        distill(other, pair[0], tmp_path / "new", options, device="cpu")
+
+
+def test_a_checkpoint_is_not_its_own_baseline(pair, options, tmp_path):
+    with pytest.raises(ModelError, match="is its own baseline"):
+        distill(pair[1], pair[1], tmp_path / "new", options, device="cpu")
+
+
+def test_a_kl_that_is_no_number_before_training_is_an_error(pair, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(Training, "_kl", lambda self, batch, *, train=False: float("nan"))
+    with pytest.raises(CheckpointError, match="NaN or infinite before any training"):
+        distill(pair[1], pair[0], tmp_path / "new", options, device="cpu")
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_sample_is_too_little(pair, tmp_path):
+    (tmp_path / "short.txt").write_text("Few words.")
+    few = DistillOptions(data=str(tmp_path / "short.txt"), **QUICK)
+    with pytest.raises(DataError, match="give more text"):
+        distill(pair[1], pair[0], tmp_path / "new", few, device="cpu")
+
+
+def test_samples_that_are_held_out_are_not_trained_on(pair, options, tmp_path, monkeypatch):
+    kl, batches = Training._kl, {True: [], False: []}
+
+    def noted(self, batch, *, train=False):
+        batches[train] += batch
+        return kl(self, batch, train=train)
+
+    monkeypatch.setattr(Training, "_kl", noted)
+    distill(pair[1], pair[0], tmp_path / "new", options, device="cpu")
+    assert set(batches[False]) == {0, 8} and not set(batches[True]) & set(batches[False])
+
+
+def test_a_merged_adapter_must_be_in_the_original(pair, options, tmp_path):
+    model, _ = pair
+    adapter = make_adapter(tmp_path / "adapter", model)
+    quantkit.quantize(model, "rtn-int8", tmp_path / "out", adapter=adapter, device="cpu")
+    with pytest.raises(ModelError, match="an adapter was merged into"):
+        distill(tmp_path / "out", model, tmp_path / "new", options, device="cpu")
+
+
+def test_a_gguf_file_is_refused(pair, options, tmp_path):
+    model, _ = pair
+    file = tmp_path / "model.gguf"
+    quantkit.convert(model, "gguf", file, type_name="q8_0")
+    with pytest.raises(SchemeError, match="is a GGUF file; distill a compressed folder"):
+        distill(file, model, tmp_path / "new", options, device="cpu")
 
 
 def test_an_output_that_exists_is_kept(pair, options, tmp_path):
