@@ -118,7 +118,7 @@ ABLATED = {
 }
 
 # Number types, and whether they are symmetric, that are measured with and without `quantkit distill`, by model.
-TRAINED = {"smollm2-135m-instruct-64x512": (("w2g64", False), ("w3g64", True), ("w4g64", True))}
+TRAINED = {"smollm2-135m-instruct-128x512": (("w2g64", False), ("w3g64", True))}
 
 # Reasons why a row is behind the best peer, keyed by model, number type and form; the page says if none is known.
 REASONS: dict[tuple[str, str, bool], str] = {}
@@ -251,7 +251,7 @@ def recipe(row: Wanted, calibration: str) -> dict[str, Any]:
 
 def whole(row: Wanted, calibration: str) -> dict[str, Any]:
     """Return the recipe of a row; if `quantkit distill` follows, its options are under the key `distill`."""
-    return {**recipe(row, calibration), **({"distill": {"steps": 64}} if row.method == DISTILLED else {})}
+    return {**recipe(row, calibration), **({"distill": {"steps": 96}} if row.method == DISTILLED else {})}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
