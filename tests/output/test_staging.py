@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -258,7 +259,7 @@ def test_a_second_run_is_refused_at_once(tmp_path):
 
 def race(folder: Path) -> None:
     inside, entered = folder / "inside", 0
-    for _ in range(100):
+    while entered < 20:
         try:
             with work_folder(folder / "w.partial", "convert", output=Path("w"), resumable=False) as work:
                 inside.mkdir()  # fails if anybody else is inside
@@ -267,7 +268,7 @@ def race(folder: Path) -> None:
                 entered += 1
         except OutputError as error:
             assert "another run is writing" in str(error), error
-    assert entered > 0
+            time.sleep(0.001)  # otherwise a busy machine may never run the one that is inside
 
 
 def test_no_two_are_ever_inside_though_the_folder_comes_and_goes(tmp_path):
