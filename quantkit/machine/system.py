@@ -294,7 +294,7 @@ def _forked_ends_well(work: Callable[[], object], seconds: float, num_bytes: int
             os._exit(1)
     os.close(written)
     try:
-        # The pipe closes when the child ends, however it does.
+        # The pipe closes when the child ends, however it does, unless the child has left processes that keep it open.
         is_done = bool(select.select([ended], [], [], seconds)[0])
     finally:
         os.close(ended)

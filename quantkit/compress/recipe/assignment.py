@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -232,7 +233,7 @@ class _Model:
             reading = self.reading(first, made)
             is_right, reason = reading.is_right, "with zero points, loaders could read fewer of the linears"
         except InputError as error:
-            failure, reason = error, str(error).partition(": set ")[0]
+            failure, reason = error, re.split("[:;] set ", str(error))[0]
         else:
             if not is_right:
                 reason = f"{reading.engine} {reading.release}: {reading.reason.partition('; ')[0]}"
