@@ -111,7 +111,7 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, QuantkitError):
         return error.exit_code, _one_line(str(error))
     if isinstance(error, click.Abort | KeyboardInterrupt):
-        return INTERRUPTED, "interrupted; to continue quantize or search, run the same command again"
+        return INTERRUPTED, "interrupted; to continue quantize, search or distill, run the same command again"
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

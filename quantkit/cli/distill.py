@@ -61,12 +61,14 @@ def command(
 
 def _summary(result: Distillation) -> Table:
     saved = 1 - result.kl_after / result.kl_before if result.kl_before > 0 else 0.0
-    outcome = f"{saved:.0%} less, after {counted(result.steps, 'step')} of {result.steps_run}"
+    outcome = f"{saved:.0%} less" if result.steps else "no step lowered it"
+    ran = f"{counted(result.steps_run, 'step')}; the result is that of step {result.steps}"
     return facts(
         [
             ("checkpoint", result.checkpoint),
             ("trained", f"{counted(result.trained_numbers, 'number')}: scales, norms and biases"),
             ("held-out KL", f"{result.kl_before:.4g} → {result.kl_after:.4g}: {outcome}"),
+            ("training", ran if result.steps else counted(result.steps_run, "step")),
             ("cost", f"{elapsed(result.seconds)}, peak {byte_size(result.peak_bytes)}"),
             ("output", result.output),
             *([] if result.steps else [("note", "no step lowered the held-out KL, so the weights are unchanged")]),

@@ -48,7 +48,10 @@ def _accuracy_remedy(report: Report) -> str:
     if report.compression is not None and report.compression.layers:
         names = ", ".join(name for name, _ in report.compression.worst_linears(3))
         return f"the largest errors are in {names}: ignore these linears, or use smaller groups or more bits"
-    return "use smaller groups (`--set weights.group_size=32`), a calibrated recipe such as awq-int4, or 8 bits"
+    return (
+        "train the scales with `quantkit distill`, or use smaller groups (`--set weights.group_size=32`), a calibrated "
+        "recipe such as awq-int4, or 8 bits"
+    )
 
 
 def describe_proposal(proposal: SensitivityProposal, most: int = 6) -> str:

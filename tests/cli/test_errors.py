@@ -74,7 +74,7 @@ def wrapped(error: BaseException) -> Exception:
         (ModelError("config.json is missing"), 4, "error: config.json is missing"),
         (ResourceError("disk is full"), 5, "error: disk is full"),
         (AuditError("a tensor differs"), 1, "error: a tensor differs"),
-        (KeyboardInterrupt(), 130, "error: interrupted; to continue quantize or search, run"),
+        (KeyboardInterrupt(), 130, "error: interrupted; to continue quantize, search or distill, run"),
         (MemoryError("no"), 5, "error: out of memory: no; for compression, see `quantkit plan --recipe`"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 5, "error: out of memory: CUDA"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 5, "error: out of memory"),

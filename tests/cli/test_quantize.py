@@ -167,7 +167,7 @@ def test_an_interrupted_run_exits_with_130_and_the_same_command_resumes(invoke, 
     assert forked.run(interrupted, ["quantize", *options], tmp_path / "stdout") == 130
     assert (
         json.loads((tmp_path / "stdout").read_text())["error"]
-        == "interrupted; to continue quantize or search, run the same command again"
+        == "interrupted; to continue quantize, search or distill, run the same command again"
     )
     assert not (tmp_path / "out").exists()
     answer = invoke("quantize", *options)

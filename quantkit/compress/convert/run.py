@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoints.adapter import ADAPTER_ENTRY
-from quantkit.checkpoints.folder import read_config_file
+from quantkit.checkpoints.folder import RUN, read_config_file
 from quantkit.compress.checkpoint_writer import Shard, write_rest
 from quantkit.compress.convert.gguf_writer import Written, write_gguf
 from quantkit.compress.convert.source import Source, open_source
@@ -22,13 +22,14 @@ from quantkit.compress.convert.target import Target, as_written, kv_cache_scheme
 from quantkit.errors import CheckpointError, SchemeError, located
 from quantkit.formats import REGISTRY as FORMATS
 from quantkit.formats import SECTIONS
-from quantkit.inspection import merged_digests
+from quantkit.inspection import merged_digests, read_manifest
 from quantkit.output.staging import MANIFEST, MERGED, check_apart, check_checkpoint, check_gguf, open_stage
 from quantkit.output.writer import copy_tensors, write_json, writing
 from quantkit.results import SCHEMA_VERSION
 from quantkit.safety.untrusted import read_object
 
 Progress = Callable[[int, int, str], None]
+_Layout = tuple[dict[str, str], dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +130,7 @@ def write_checkpoint(
     target: Target,
     folder: Path,
     entries: Mapping[str, Any] | None = None,
+    model: str | None = None,
     progress: Progress = lambda done, total, name: None,
 ) -> Written:
     """Write all files of a checkpoint, and check them.
@@ -138,32 +140,42 @@ def write_checkpoint(
         target: description of the checkpoint to write.
         folder: folder to create.
         entries: entries to add to quantkit.json; None = the format of the source.
+        model: the model that the checkpoint was made from, for quantkit-run.json; None = the one that the source names.
         progress: see `convert`.
     """
     folder.mkdir()
-    weight_map = _write_layers(source, target, folder, progress)
+    weight_map, digests = _write_layers(source, target, folder, progress)
     size = write_rest(folder, source.reader, weight_map, _config(source, target))
-    _write_manifest(source, target, folder, entries or {"converted_from": source.format.name})
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
+    _write_manifest(source, target, folder, {"files": files, **(entries or {"converted_from": source.format.name})})
+    model = model or read_manifest(source.reader.path, RUN).get("model")
+    if isinstance(model, str):
+        write_json(folder / RUN, {"schema_version": SCHEMA_VERSION, "model": model})
     target.format.check_config(read_config_file(folder), target.linears, target.ignored)
     stored = dict(Counter(scheme.describe() for scheme in target.linears.values()))
     return Written(num_linears=len(target.linears), output_bytes=size, stored=stored)
 
 
-def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> dict[str, str]:
-    """Write one file per layer, and one file for all other modules; return the file name of each tensor."""
+def _write_layers(source: Source, target: Target, folder: Path, progress: Progress) -> _Layout:
+    """Write one file per layer, and one file for all other modules.
+
+    Returns:
+        The file name of each tensor, and the SHA-256 of each file.
+    """
     weight_map: dict[str, str] = {}
+    digests: dict[str, str] = {}
     layers = list(source.layers())
     for number, (layer, modules) in enumerate(layers):
         progress(number, len(layers), layer or "the rest")
         file = f"model-{number + 1:05d}-of-{len(layers):05d}.safetensors"
         names = [name for module in modules for name in source.names(module)]
         if any(module in target.linears for module in modules) or any(name in source.changed for name in names):
-            _, names = _shard(source, target, modules).write(folder / file)
+            digests[file], names = _shard(source, target, modules).write(folder / file)
         else:
-            copy_tensors(source.reader, names, folder / file)
+            digests[file] = copy_tensors(source.reader, names, folder / file)
         weight_map |= dict.fromkeys(names, file)
     progress(len(layers), len(layers), "done")
-    return weight_map
+    return weight_map, digests
 
 
 def _shard(source: Source, target: Target, modules: list[str]) -> Shard:
@@ -210,7 +222,6 @@ def _write_manifest(source: Source, target: Target, folder: Path, entries: Mappi
         manifest["result"]["format"] = target.format.name
     except (CheckpointError, KeyError, TypeError):
         manifest = {"result": {"format": target.format.name}}
-    manifest.pop("files", None)  # it lists the source's shards
     if digests := merged_digests(source.reader.path):  # of a GGUF file too
         manifest[MERGED] = list(digests)
     if type(manifest.get("schema_version")) is not int:

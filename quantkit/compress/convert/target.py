@@ -119,7 +119,8 @@ def _check(source: Source, format_: Format) -> Target:
             # If the format does not store this dtype, read the scales: their values may still convert exactly.
             if dtype.is_floating_point and dtype not in format_.scale_dtypes:
                 storable(source.reader.tensor(scale), format_)
-    _check_fused(source, linears)
+    if format_.keeps_codes:  # values have no schemes that could differ
+        _check_fused(source, linears)
     if kv_cache_scheme(source) is not None and format_ is not source.format:
         raise SchemeError(
             f"the checkpoint has calibrated KV-cache scales, which only {source.format.name} can record in config.json"

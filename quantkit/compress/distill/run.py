@@ -25,10 +25,10 @@ from quantkit.compress.distill.training import Progress, Training, load_training
 from quantkit.compress.pipeline.plan import pick_compute_dtype
 from quantkit.compress.pipeline.run import computing
 from quantkit.compress.pipeline.state import compute_identity, describe_versions
-from quantkit.demo import bundled_calibration
-from quantkit.errors import DataError, ModelError, SchemeError
+from quantkit.demo import DEMO_MODEL, bundled_calibration
+from quantkit.errors import DataError, ModelError, OutputError, SchemeError
 from quantkit.huggingface.skeleton import Skeleton
-from quantkit.inspection import merged_digests, read_manifest
+from quantkit.inspection import merged_digests, read_manifest, section
 from quantkit.machine.devices import pick_device, threads_within_quota
 from quantkit.machine.system import peak_bytes
 from quantkit.models.config import NotNative
@@ -71,7 +71,7 @@ def distill(
     started, options, output = time.perf_counter(), options or DistillOptions(), Path(output)
     source, target_device = open_source(Path(checkpoint)), pick_device(device)
     _, folder = find_baseline(source.reader.path, original, read_manifest(source.reader.path, RUN))
-    skeletons = _open_pair(source, folder, output, target_device)
+    skeletons = _open_pair(source, folder, output, target_device, progress)
     target = target_for(source, source.format)
     samples = _read(skeletons[0], options, progress)
     identity = _identity(source, skeletons[0], samples, options)
@@ -93,8 +93,8 @@ def distill(
             history=state.history,
         )
         shutil.rmtree(stage.work.checkpoint, ignore_errors=True)  # left by a run that was killed while it wrote
-        entry = {"distilled": _entry(result, options, samples)}
-        write_checkpoint(run.student.trained(source), target, stage.work.checkpoint, entry)
+        entry, model = _entry(result, options, samples), "demo" if folder == DEMO_MODEL else str(folder)
+        write_checkpoint(run.student.trained(source), target, stage.work.checkpoint, {"distilled": entry}, model)
         source.reader.check_unchanged()
         stage.promote(stage.work.checkpoint)
     return replace(result, seconds=time.perf_counter() - started, peak_bytes=peak_bytes())
@@ -138,7 +138,9 @@ def open_skeleton(path: Path, device: torch.device) -> Skeleton:
     return skeleton
 
 
-def _open_pair(source: Source, folder: Path, output: Path, device: torch.device) -> tuple[Skeleton, Skeleton]:
+def _open_pair(
+    source: Source, folder: Path, output: Path, device: torch.device, progress: Progress
+) -> tuple[Skeleton, Skeleton]:
     """Open the original and the checkpoint; refuse models that do not belong together, and an output inside of one."""
     if source.dense is not None:
         raise SchemeError(f"{source.reader.path} is a GGUF file; distill a compressed folder, and convert the result")
@@ -149,6 +151,8 @@ def _open_pair(source: Source, folder: Path, output: Path, device: torch.device)
             f"an adapter was merged into {source.reader.path}; merge it into the original too, with PEFT's "
             "merge_and_unload, and give the merged model as --baseline"
         )
+    if output.suffix == ".gguf":
+        raise OutputError(f"output {output}: distill writes a folder; choose another name, and convert the folder")
     for path in (folder, source.reader.path):
         check_apart(output, path)
     original, own = open_skeleton(folder, device), open_skeleton(source.reader.path, device)
@@ -159,6 +163,9 @@ def _open_pair(source: Source, folder: Path, output: Path, device: torch.device)
                 f"{own.reader.path} has {what} {sizes[0]}, but {folder} has {sizes[1]}; "
                 "give the model that the checkpoint was made from"
             )
+    made_from = section(read_manifest(source.reader.path), "identity").get("source")
+    if made_from is not None and made_from != original.reader.digests:
+        progress(f"warning: {source.reader.path} was made from other files than those in {folder}")
     return original, own
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from quantkit.api import quantize
+from quantkit.checkpoints.dense_source import open_dense
 from quantkit.compress.convert import convert
 from quantkit.compress.convert.source import open_source
 from quantkit.errors import CheckpointError, OutputError, SchemeError
+from quantkit.evaluate.verify.pair_checks import check_pair
 from quantkit.inspection import compare, inspect
 from tests.helpers import edit_config, load_tensors, make_model, transformers_logits
 
@@ -235,3 +237,23 @@ def test_scales_of_the_cache_are_passed_through_or_refused(made, tmp_path):
     assert written["kv_cache_scheme"] == scheme
     with pytest.raises(SchemeError, match="calibrated KV-cache scales"):
         convert(tmp_path / "ct", "gptq", tmp_path / "out")
+
+
+def test_the_output_names_its_original_and_its_files(made, model, tmp_path):
+    convert(made / "sym", "compressed-tensors", tmp_path / "out")
+    pair = check_pair(tmp_path / "out", None)
+    assert pair.baseline == model and not pair.notes
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="has changed since the checkpoint was made"):
+        check_pair(tmp_path / "out", None)
+
+
+def test_values_of_a_mix_of_types_can_be_written(model, tmp_path):
+    recipe = {"name": "mix", "weights": {"dtype": "q4_1"}, "format": "gguf"}
+    mixed = {**recipe, "overrides": [{"modules": ["*.v_proj"], "weights": {"dtype": "int8", "group_size": 32}}]}
+    (tmp_path / "mix.yaml").write_text(json.dumps(mixed))
+    quantize(model, tmp_path / "mix.yaml", tmp_path / "mix.gguf")
+    convert(tmp_path / "mix.gguf", "dense", tmp_path / "dense")
+    values, name = open_dense(tmp_path / "mix.gguf"), "model.layers.0.self_attn.v_proj.weight"
+    assert torch.equal(load_tensors(tmp_path / "dense")[name], values.tensor(name))

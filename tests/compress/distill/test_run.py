@@ -54,7 +54,7 @@ def test_kl_falls_and_only_scales_and_vectors_change(pair, options, tmp_path):
     assert manifest["distilled"]["steps"] == result.steps
     assert quantkit.inspect(tmp_path / "new").made_by["distilled"].endswith(f"{result.steps} steps")
     # What the file holds is what was measured.
-    again = distill(tmp_path / "new", model, tmp_path / "third", options, device="cpu")
+    again = distill(tmp_path / "new", None, tmp_path / "third", options, device="cpu")  # it names its original
     assert again.kl_before == pytest.approx(result.kl_after, rel=1e-5)
 
 
@@ -143,6 +143,17 @@ def test_a_kl_that_is_no_number_before_training_is_an_error(pair, options, tmp_p
     with pytest.raises(CheckpointError, match="NaN or infinite before any training"):
         distill(pair[1], pair[0], tmp_path / "new", options, device="cpu")
     assert not (tmp_path / "new").exists()
+
+
+def test_another_model_of_the_same_shape_is_used_with_a_warning(pair, options, tmp_path):
+    other, lines = make_model(tmp_path / "other", rope_theta=500.0), []
+    distill(pair[1], other, tmp_path / "new", options, device="cpu", progress=lines.append)
+    assert f"warning: {pair[1]} was made from other files than those in {other}" in lines
+
+
+def test_an_output_that_looks_like_a_file_is_refused(pair, options, tmp_path):
+    with pytest.raises(OutputError, match="distill writes a folder"):
+        distill(pair[1], pair[0], tmp_path / "new.gguf", options, device="cpu")
 
 
 def test_one_sample_is_too_little(pair, tmp_path):
