@@ -25,6 +25,7 @@ VERDICTS = {
     "better": "better than the original, beyond noise and chance",
     "worse": "worse than the original, beyond noise and chance",
     "no difference seen": "no difference seen: any difference may be chance",
+    "unknown": "unknown: too little data to test whether the difference is chance",
     "noise": "noise: not larger than the original's change in another dtype",
 }
 

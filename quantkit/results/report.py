@@ -10,7 +10,7 @@ from quantkit.results.benchmark import BenchmarkResult, BenchmarkRun, Diagnosis
 from quantkit.results.compression import CompressionResult, EngineReading
 from quantkit.results.evaluation import DriftResult, EvaluationResult, FidelityResult, SensitivityMap
 
-Verdict = Literal["better", "worse", "no difference seen", "noise"]
+Verdict = Literal["better", "worse", "no difference seen", "noise", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,8 @@ class Comparison(Record):
         noise_floor: how much the original's number can change by computing in another dtype; None if not measured.
         num_samples: number of items that both models answered; for perplexity, number of windows.
         higher_is_better: direction of `metric`.
-        verdict: "noise": within the noise floor; "no difference seen": not significant; else "better" or "worse".
+        verdict: "noise": within the noise floor; "no difference seen": not significant; "unknown": too little data for a
+            test; else "better" or "worse".
         method: names of interval and test.
     """
 

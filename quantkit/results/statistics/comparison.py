@@ -283,6 +283,8 @@ def _verdict(difference: float, p_value: float | None, floor: float | None, *, h
     # Checked before the p-value: a change that the dtype alone can cause is not an effect of the compression.
     if floor is not None and abs(difference) <= floor and difference != 0:
         return "noise"
+    if p_value is None and difference != 0:
+        return "unknown"
     if p_value is None or p_value >= SIGNIFICANCE:
         return "no difference seen"
     return "better" if (difference > 0) == higher_is_better else "worse"
