@@ -30,8 +30,8 @@ class Comparison(Record):
         noise_floor: how much the original's number can change by computing in another dtype; None if not measured.
         num_samples: number of items that both models answered; for perplexity, number of windows.
         higher_is_better: direction of `metric`.
-        verdict: "noise": within the noise floor; "no difference seen": not significant; "unknown": too little data for a
-            test; else "better" or "worse".
+        verdict: "noise": within the noise floor; "no difference seen": not significant; "unknown": too little data for
+            a test; else "better" or "worse".
         method: names of interval and test.
     """
 

@@ -79,7 +79,9 @@ def test_a_recipe_file_runs_a_new_step_with_its_option(recipe, tiny_llama, tmp_p
 def test_everybody_asks_the_step_itself(recipe):
     steps = load(recipe).steps.values()
     assert steps_bytes(steps, [[(8, 8)]], 2, 0)["statistics"] == 1234
-    assert check(recipe) == ["shrink makes activations easier to quantize, but 'activations' is not set"]
+    assert check(recipe) == [
+        "shrink makes activations easier to quantize, but 'activations' is not set; set it, or remove shrink"
+    ]
 
 
 def test_an_unknown_option_is_refused_with_the_known_one(recipe):
