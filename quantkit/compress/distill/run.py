@@ -51,8 +51,8 @@ def distill(
 ) -> Distillation:
     """Train the scales, norms and biases of a checkpoint on the KL divergence from the original's logits.
 
-    The codes stay as they are. Memory holds the codes (one byte per weight), the intermediate results of one layer, and
-    the hidden states of the original after its last layer.
+    The codes stay as they are. Memory holds the codes (one byte per weight), the trained numbers with the optimizer's
+    state, the intermediate results of one layer, and the hidden states of the original after its last layer.
 
     Args:
         checkpoint: directory of a quantized model in any format that quantkit can write.
@@ -86,7 +86,7 @@ def distill(
             original=str(folder),
             output=str(output),
             kl_before=state.history[0],
-            kl_after=min(state.history.values()),
+            kl_after=state.history[state.best_step],
             steps=state.best_step,
             steps_run=state.step,
             trained_numbers=sum(change.numel() for change in run.parameters.values()),
